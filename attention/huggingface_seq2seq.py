@@ -112,7 +112,7 @@ def attention_inputs(tokens: torch.Tensor, positions: torch.Tensor | None, sourc
     return given | {name: place for name, place in places.items() if place is not None}
 
 
-class _Probe(Probe):
+class _Seq2SeqProbe(Probe):
     """Runs a model on as many tokens of the source as of the target, the same ones."""
 
     wanted = "an encoder-decoder with a language model head"
@@ -141,7 +141,7 @@ def check_seq2seq(model: Any) -> None:
 
     Gives every attention its role. Runs the model six times on a few tokens without gradients.
     """
-    probe = _Probe(model, model, next(model.get_input_embeddings().parameters()).dtype)
+    probe = _Seq2SeqProbe(model, model, next(model.get_input_embeddings().parameters()).dtype)
     with torch.no_grad(), evaluating(model):
         probe.find_roles()
         check_loss(probe, check_rows(probe))

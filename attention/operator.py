@@ -28,7 +28,7 @@ _live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-class Begun(NamedTuple):
+class BegunForward(NamedTuple):
     """A forward pass whose first messages are under way, the buffer for received K and V, and the steps that are left."""
 
     this: RingPass
@@ -36,7 +36,7 @@ class Begun(NamedTuple):
     steps: Iterator[tuple[Tensor | None, tuple[Call, ...]]]
 
     @classmethod
-    def on(cls, ring: Ring, k: Tensor, v: Tensor, layer: int) -> "Begun":
+    def on(cls, ring: Ring, k: Tensor, v: Tensor, layer: int) -> "BegunForward":
         this = RingPass(ring, layer, "forward", k, v)
         kept = k.new_empty(this.schedule.received_rows if ring.keep_kv else 0, this.width)
         steps = this.steps(k, v, kept, fetch=True)
@@ -135,7 +135,7 @@ def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> 
     compilers move what does not depend on each other.
     """
     ring = find(call)
-    ring.begun[layer] = Begun.on(ring, k, v, layer)
+    ring.begun[layer] = BegunForward.on(ring, k, v, layer)
     return k.new_empty(0)
 
 
@@ -148,7 +148,7 @@ def forward(
 
     The last one is empty without keep_kv. `begun` is the output of `begin`. `layer` is NO_LAYER if unknown.
     """
-    started: Begun = find(call).begun.pop(layer)
+    started: BegunForward = find(call).begun.pop(layer)
     this, kept, steps = started
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in steps:

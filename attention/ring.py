@@ -129,7 +129,7 @@ class RingAttention(CheckedAttention):
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.deterministic = deterministic
         self.across = (across, ranks_per_node) if across is not None and ranks_per_node else None
-        self.begun: dict[int, operator.Begun] = {}
+        self.begun: dict[int, operator.BegunForward] = {}
         """Forward passes whose K and V are under way, by layer."""
         self.number = operator.register(self)
         self.last = "before the first layer"

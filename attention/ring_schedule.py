@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 
 from longctx.attention.masks import CAUSAL, Mask
-from longctx.attention.segment_builder import Call, RowSet, Run, gathered_calls, local_calls
+from longctx.attention.segment_builder import Call, RowSet, SpanRows, gathered_calls, local_calls
 from longctx.attention.segments import Segment
 from longctx.planning.layout import CrossLayout, Layout, Shard, Span, head_span, tail_span
 
@@ -99,7 +99,7 @@ class Schedule:
 
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two levels.
         """
-        documents = [_Document.of(*pair, layout.rank, mask, ranks_per_node) for pair in layout.pairs]
+        documents = [_HeldDocument.of(*pair, layout.rank, mask, ranks_per_node) for pair in layout.pairs]
         local = local_calls((document.own_queries, document.own_keys, document.areas) for document in documents)
         count = max((document.rounds for document in documents), default=0)
         return cls(
@@ -133,7 +133,7 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class _Document:
+class _HeldDocument:
     """This rank's part of one document: shards of queries and keys, the mask's areas, and this rank's tokens.
 
     Seats number the ranks that hold the document: they are the ring indices, or in cross-attention the ranks from the first to
@@ -151,7 +151,7 @@ class _Document:
     nodes: list[list[int]]
 
     @classmethod
-    def of(cls, queries: Shard, keys: Shard, rank: int, mask: Mask, ranks_per_node: int | None) -> "_Document":
+    def of(cls, queries: Shard, keys: Shard, rank: int, mask: Mask, ranks_per_node: int | None) -> "_HeldDocument":
         if queries.rounds < 1:
             raise ValueError(f"rounds is {queries.rounds}: must be at least 1, which gathers everything at once")
         if queries is keys:
@@ -170,12 +170,12 @@ class _Document:
         return replace(document, nodes=list(nodes.values())) if crosses else document
 
     @property
-    def own_queries(self) -> list[Run]:
-        return [Run(*span, (self.queries.rows(*span),)) for span in self.query_spans[self.seat]]
+    def own_queries(self) -> list[SpanRows]:
+        return [SpanRows(*span, (self.queries.rows(*span),)) for span in self.query_spans[self.seat]]
 
     @property
-    def own_keys(self) -> list[Run]:
-        return [Run(*span, (self.keys.rows(*span),)) for span in self.key_spans[self.seat]]
+    def own_keys(self) -> list[SpanRows]:
+        return [SpanRows(*span, (self.keys.rows(*span),)) for span in self.key_spans[self.seat]]
 
     @cached_property
     def query_spans(self) -> list[list[Span]]:
@@ -274,7 +274,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def _round(documents: Sequence[_Document], number: int, device: torch.device | str) -> ExchangeRound:
+def _round(documents: Sequence[_HeldDocument], number: int, device: torch.device | str) -> ExchangeRound:
     """Builds the hops of a round and the calls on the received rows.
 
     Both ends of a message order its rows by document, source and position: if rank 0 sends positions [0, 4) of document 0 and
@@ -282,7 +282,7 @@ def _round(documents: Sequence[_Document], number: int, device: torch.device | s
     """
     messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(number)]
     messages.sort(key=lambda each: (each[1].peer, each[0], each[1].source))
-    keys: list[list[Run]] = [[] for _ in documents]  # received keys of each document
+    keys: list[list[SpanRows]] = [[] for _ in documents]  # received keys of each document
     hops: list[Hop] = []
     row = 0
     for number in range(1 + max((message.hop for _, message in messages), default=0)):
@@ -291,7 +291,7 @@ def _round(documents: Sequence[_Document], number: int, device: torch.device | s
         spans = ((i, message, *span) for i, message in messages if message.hop == number for span in message.spans)
         for i, message, start, stop in spans:
             if message.incoming:
-                keys[i].append(Run(start, stop, (range(row, row + stop - start),)))
+                keys[i].append(SpanRows(start, stop, (range(row, row + stop - start),)))
                 receives[message.peer] += stop - start
                 row += stop - start
             elif number == 0:

@@ -1,6 +1,6 @@
 """Segment builder: turns the visibility of available keys to a rank's queries into few segments and few kernel calls.
 
-Areas of a mask are cut to runs of queries and keys (tokens with consecutive positions), and the pieces are joined where kernels
+Areas of a mask are cut to runs of queries and keys (tokens with consecutive positions), and the parts are joined where kernels
 can compute them as one. A causal mask needs one call for local keys, as [head; tail] against [head; tail] is plain causal, and
 at most two per round: both chunks against earlier keys, and tails against the keys between head and tail.
 """
@@ -18,7 +18,7 @@ from longctx.attention.host_to_device import copy_to
 from longctx.attention.segments import Segment
 
 
-class Run(NamedTuple):
+class SpanRows(NamedTuple):
     """Positions [start, stop) of a document and the buffer rows that hold them, in order."""
 
     start: int
@@ -86,17 +86,17 @@ class Call:
     again: bool = False
 
 
-Document = tuple[Sequence[Run], Sequence[Run], Sequence[Segment]]
+Visibility = tuple[Sequence[SpanRows], Sequence[SpanRows], Sequence[Segment]]
 """Queries, keys and the mask's areas of one document."""
 
 
-def local_calls(documents: Iterable[Document]) -> tuple[Call, ...]:
+def local_calls(documents: Iterable[Visibility]) -> tuple[Call, ...]:
     """Builds calls that use keys in place; every run of keys must be one range of rows."""
     calls = _calls(_parts(*document, _follows) for document in documents)
     return tuple(Call(None, tuple(part.segment(part.keys[0].start) for part in parts)) for parts in calls)
 
 
-def gathered_calls(documents: Iterable[Document], device: torch.device | str) -> tuple[Call, ...]:
+def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) -> tuple[Call, ...]:
     """Builds calls on keys that are selected from a buffer first; index tensors are on `device`."""
     documents = [(queries, _neighbours_joined(keys), areas) for queries, keys, areas in documents]
     buffer = max((rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0)
@@ -121,7 +121,7 @@ def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tens
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BandPart:
     """A segment before its keys are gathered: rows of queries, rows of keys, and the band between them."""
 
     queries: range
@@ -140,7 +140,7 @@ class _Part:
     def segment(self, k_start: int) -> Segment:
         return Segment(self.queries.start, self.queries.stop, k_start, k_start + self.key_count, self.lo, self.hi)
 
-    def conflicts(self, other: "_Part") -> bool:
+    def conflicts(self, other: "_BandPart") -> bool:
         """Returns whether both parts share a query or a key, which one call does not allow."""
         return _overlap(self.queries, other.queries) or any(_overlap(a, b) for a in self.keys for b in other.keys)
 
@@ -149,11 +149,11 @@ def _overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-def _calls(documents: Iterable[list[_Part]]) -> list[list[_Part]]:
+def _calls(documents: Iterable[list[_BandPart]]) -> list[list[_BandPart]]:
     """Puts every part into the first call without a conflict; documents share neither queries nor keys."""
-    calls: list[list[_Part]] = []
+    calls: list[list[_BandPart]] = []
     for parts in documents:
-        taken: list[list[_Part]] = []
+        taken: list[list[_BandPart]] = []
         for part in parts:
             free = (call for call in taken if not any(part.conflicts(other) for other in call))
             call = next(free, None)
@@ -167,18 +167,18 @@ def _calls(documents: Iterable[list[_Part]]) -> list[list[_Part]]:
     return calls
 
 
-def _neighbours_joined(runs: Sequence[Run]) -> list[Run]:
+def _neighbours_joined(runs: Sequence[SpanRows]) -> list[SpanRows]:
     """Joins runs that are adjacent in the document."""
-    joined: list[Run] = []
+    joined: list[SpanRows] = []
     for run in sorted(runs):
         if joined and joined[-1].stop == run.start:
-            joined[-1] = Run(joined[-1].start, run.stop, joined[-1].rows + run.rows)
+            joined[-1] = SpanRows(joined[-1].start, run.stop, joined[-1].rows + run.rows)
         else:
             joined.append(run)
     return joined
 
 
-def _parts(queries: Sequence[Run], keys: Sequence[Run], areas: Sequence[Segment], after: "Chain") -> list[_Part]:
+def _parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment], after: "Chain") -> list[_BandPart]:
     """Returns the visible parts of keys for queries, joined where possible; `after` chains ranges of keys if possible."""
     parts = []
     for run in keys:
@@ -190,7 +190,7 @@ def _parts(queries: Sequence[Run], keys: Sequence[Run], areas: Sequence[Segment]
                     (rows,) = query.part(cut.q_start, cut.q_stop)
                     # A single token is both dense and causal; as causal, it can join the next part of a diagonal.
                     first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
-                    seen.append(_Part(rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi))
+                    seen.append(_BandPart(rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi))
         parts += _joined(seen, _side_by_side)
     parts = _joined(parts, lambda a, b: _stacked(a, b, after))
     return _joined(parts, _staircase)
@@ -204,9 +204,9 @@ def _follows(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...] | 
     return (range(a[0].start, b[-1].stop),) if a[-1].stop == b[0].start else None
 
 
-def _joined(parts: list[_Part], join: Callable[[_Part, _Part], _Part | None]) -> list[_Part]:
+def _joined(parts: list[_BandPart], join: Callable[[_BandPart, _BandPart], _BandPart | None]) -> list[_BandPart]:
     """Joins every part with the first earlier part that `join` accepts."""
-    kept: list[_Part] = []
+    kept: list[_BandPart] = []
     for part in parts:
         for i, other in enumerate(kept):
             whole = join(other, part)
@@ -218,28 +218,28 @@ def _joined(parts: list[_Part], join: Callable[[_Part, _Part], _Part | None]) ->
     return kept
 
 
-def _side_by_side(a: _Part, b: _Part) -> _Part | None:
+def _side_by_side(a: _BandPart, b: _BandPart) -> _BandPart | None:
     """Joins adjacent queries that see the same keys without a band."""
     if a.dense and b.dense and a.keys == b.keys and a.queries.stop == b.queries.start:
-        return _Part(range(a.queries.start, b.queries.stop), a.keys, None, None)
+        return _BandPart(range(a.queries.start, b.queries.stop), a.keys, None, None)
     return None
 
 
-def _stacked(a: _Part, b: _Part, after: Chain) -> _Part | None:
+def _stacked(a: _BandPart, b: _BandPart, after: Chain) -> _BandPart | None:
     """Joins parts of the same queries if one is dense; its keys come first and shift the band of the other part."""
     if b.dense and not a.dense:
         a, b = b, a
     if not a.dense or b.lo is not None or a.queries != b.queries:
         return None
     keys = after(a.keys, b.keys)
-    return None if keys is None else _Part(a.queries, keys, None, None if b.hi is None else b.hi + a.key_count)
+    return None if keys is None else _BandPart(a.queries, keys, None, None if b.hi is None else b.hi + a.key_count)
 
 
-def _staircase(a: _Part, b: _Part) -> _Part | None:
+def _staircase(a: _BandPart, b: _BandPart) -> _BandPart | None:
     """Joins adjacent queries whose keys start alike and are bounded by one diagonal: [head; tail] of a causal mask."""
     if a.hi is None or b.hi is None or a.lo is not None or b.lo is not None or a.queries.stop != b.queries.start:
         return None
     first_keys = b.keys[: len(a.keys)] == a.keys or (len(a.keys) == len(b.keys) == 1 and a.keys[0].start == b.keys[0].start)
     if first_keys and b.hi == a.hi + len(a.queries) and a.hi + len(a.queries) <= a.key_count <= b.key_count:
-        return _Part(range(a.queries.start, b.queries.stop), b.keys, None, a.hi)
+        return _BandPart(range(a.queries.start, b.queries.stop), b.keys, None, a.hi)
     return None

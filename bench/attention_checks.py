@@ -14,7 +14,7 @@ import torch
 from attention_times import Sizes
 from longctx.attention import RingAttention, reference_attention
 from longctx.attention.exchange import Exchange, Pending, Rows
-from longctx.attention.kernels import KERNELS, Request
+from longctx.attention.kernels import KERNELS, KernelRequest
 from longctx.attention.masks import Mask
 from longctx.planning.layout import Layout, Placement
 
@@ -41,7 +41,7 @@ def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dic
     timed = sizes.dtype, sizes.head_dim
     kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
     for dtype, head_dim in kinds:
-        request = Request(device.type, dtype, head_dim, head_dim, bands=True, deterministic=True)
+        request = KernelRequest(device.type, dtype, head_dim, head_dim, bands=True, deterministic=True)
         why = KERNELS[kernel].refusal(request)
         if why is not None and KERNELS[kernel].refusal(replace(request, deterministic=False)) is not None:
             continue

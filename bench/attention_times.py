@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from harness import median_s, repeats
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
-from longctx.attention.kernels import Request, choose_kernel
+from longctx.attention.kernels import KernelRequest, choose_kernel
 from longctx.attention.operator import begin
 from longctx.attention.operator import forward as ring_forward
 from longctx.attention.ring_pass import NO_LAYER
@@ -58,9 +58,9 @@ class Sizes:
     checked_window: int = 100
     longest_s: float = 0.3
 
-    def request(self, device: torch.device) -> Request:
+    def request(self, device: torch.device) -> KernelRequest:
         """Returns the request for kernels that are timed."""
-        return Request(device.type, self.dtype, self.head_dim, self.head_dim)
+        return KernelRequest(device.type, self.dtype, self.head_dim, self.head_dim)
 
 
 FIRST = replace(

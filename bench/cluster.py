@@ -50,7 +50,7 @@ import cluster_modelled
 import harness
 from longctx.comparison.mixes import load_mix
 from longctx.model.presets import ModelShape
-from longctx.planning.calibration.fit import kv_bytes_per_token
+from longctx.planning.cost.work import kv_bytes_per_token
 from longctx.planning.layout import longest_document
 from namespaces import PREFIX, ClusterError, limited_groups, linked_namespaces, refuse_impossible
 

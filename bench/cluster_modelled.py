@@ -36,8 +36,8 @@ import yaml
 
 import harness
 from longctx.comparison.mixes import load_mix
-from longctx.planning.calibration.fit import kv_bytes_per_token
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.work import kv_bytes_per_token
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from namespaces import PREFIX, linked_namespaces, refuse_impossible
 

@@ -25,10 +25,10 @@ from harness import markdown, options
 from longctx.comparison.baselines import BASELINES, plan_baseline, plan_fixed_static
 from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.pipeline import NO_PIPELINE
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from rivals import RIVALS
 
 Lengths = np.ndarray[tuple[int], np.dtype[np.int64]]

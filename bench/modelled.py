@@ -40,19 +40,19 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from longctx.attention import ring_pass
 from longctx.attention.kernels import KERNELS
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
 from longctx.attention.segments import Segment, Segments
 from longctx.cli import main
 from longctx.comparison import measured
 from longctx.comparison.baselines import BASELINES
 from longctx.comparison.baselines.fixed_static import place_fixed_static
 from longctx.model import decoder
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns
+from longctx.planning.cost.rounds import PRICE
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
-from longctx.planning.planners.by_mode import MODES
+from longctx.planning.planners.planner import PLANNERS
 from longctx.planning.planners.step import Candidate, Step
-from longctx.planning.rounds import PRICE
 from longctx.training import data, optimizer
 from longctx.training.trainer import Trainer
 
@@ -100,9 +100,9 @@ class Device:
         _slow_optimizer(self)
         _count_work(self)
         data.make_plan = partial(plan_once, data.make_plan, Path(self.work).parent)
-        MODES["static"] = partial(_static, plain=MODES["static"])
+        PLANNERS["static"] = partial(_static, plain=PLANNERS["static"])
         if self.rival:
-            MODES["bins"] = partial(_rival, name=self.rival)
+            PLANNERS["bins"] = partial(_rival, name=self.rival)
 
 
 class ModelledKernel:
@@ -111,7 +111,7 @@ class ModelledKernel:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(

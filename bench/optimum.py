@@ -21,10 +21,10 @@ from harness import command, facts, markdown, options
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.steps import fit
 from longctx.planning.assignment import Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, alone_ns
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from plan import PROFILE, TOKENS_PER_RANK, few_long
 
 CASES = (

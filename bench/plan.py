@@ -29,11 +29,11 @@ from longctx.comparison.baselines import BASELINES
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.modelled import COLUMNS, Case, PlannerRow
 from longctx.comparison.steps import fit
-from longctx.planning.cost.bounds import lower_bound_ns
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.bounds import step_bound_ns
 from longctx.planning.cost.model import NANOSECONDS
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from rivals import RIVALS
 
 TOKENS_PER_RANK = 16384
@@ -153,7 +153,7 @@ def window_gains(setting: Setting, profile: HardwareProfile) -> list[float]:
         lengths = np.array([length for step in window for length in step], dtype=np.int64)
         least = -(-int(lengths.sum()) // (setting.ranks * TOKENS_PER_RANK))  # micro-batches, and at least one per step
         fixed = (len(window) - 1) * profile.step_s + max(0, len(window) - least) * profile.launch_s
-        return fixed + lower_bound_ns(profile, lengths, setting.ranks, TOKENS_PER_RANK) / NANOSECONDS
+        return fixed + step_bound_ns(profile, lengths, setting.ranks, TOKENS_PER_RANK) / NANOSECONDS
 
     starts = [range(0, len(steps), size) for size in WINDOWS]
     windows = [[(sum(times[i : i + r.step]), bound_s(steps[i : i + r.step])) for i in r] for r in starts]

@@ -151,7 +151,7 @@ def compare(case: Case, workers: Workers, timeout_s: float) -> tuple[float, floa
     found = []
     with tempfile.TemporaryDirectory(prefix="longctx-random-") as name:
         folder = Path(name)
-        profile = yaml.safe_load((files("longctx.planning.cost") / "profiles" / f"{PROFILE}.yaml").read_text())
+        profile = yaml.safe_load((files("longctx.planning") / "profiles" / f"{PROFILE}.yaml").read_text())
         (folder / "profile.yaml").write_text(yaml.safe_dump({**profile, "ranks_per_node": case.ranks_per_node}))
         store = make_store(folder, case.lengths)
         for world, settings in ((1, case.common | one), (case.world, case.common | case.split)):

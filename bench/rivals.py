@@ -27,10 +27,10 @@ import numpy as np
 from longctx.comparison.baselines import Baseline
 from longctx.comparison.baselines.groups import RankGroup, fastest, powers_of_two, shards_by_degree, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.auto.shared_rings import Choice, place_within
+from longctx.planning.planners.shared_rings import Choice, place_within
 
 NUMBERS_TRIED = 4
 """Number of feasible numbers of micro-batches that are tried."""

@@ -28,13 +28,13 @@ from longctx.comparison.splits.search import memory_of, possible_splits, search
 from longctx.comparison.splits.table import schedule_name
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.spec import ModelSpec
 from longctx.planning.assignment import Integers
-from longctx.planning.cost.bounds import lower_bound_ns
+from longctx.planning.cost.bounds import step_bound_ns
 from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import PlanCost, PlanError
-from longctx.planning.planner import make_plan
-from longctx.planning.rounds import choose_rounds
+from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
@@ -194,7 +194,7 @@ def _static(machine: Machine, spec: ModelSpec, gpus: int, lengths: Integers) -> 
         with contextlib.suppress(PlanError):  # too few ranks for the longest document
             degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
             profile = profile_of(machine, spec, split)
-            bound = lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline)
+            bound = step_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline)
             queue.append((bound, number, split, degree, profile))
     best, found = math.inf, None
     for bound, _, split, degree, profile in sorted(queue, key=lambda each: each[:2]):

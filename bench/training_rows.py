@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from longctx.attention.kernels import Request
+from longctx.attention.kernels import KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
 from longctx.memory.advisor import as_override, heaviest
@@ -80,7 +80,7 @@ class Gpu:
         """Returns the GPU of this machine. A CPU is assumed to have unlimited memory."""
         if not torch.cuda.is_available():
             return cls(math.inf, math.inf, "cpu")
-        library = Flash().library(Request("cuda", torch.bfloat16, 128, 128))
+        library = Flash().library(KernelRequest("cuda", torch.bfloat16, 128, 128))
         attention = "triton" if isinstance(library, str) else library.name
         peak = peak_flops(torch.cuda.get_device_name(), "bfloat16") or math.nan
         return cls(torch.cuda.get_device_properties(0).total_memory, peak, attention)

@@ -58,11 +58,11 @@ class MicroBatch:
     positions: torch.Tensor
     later_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     later_labels: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
-    source: "Source | None" = None
+    source: "EncoderInput | None" = None
 
 
 @dataclass(frozen=True)
-class Source:
+class EncoderInput:
     """What the encoder of an encoder-decoder reads on one rank in one micro-batch; the `MicroBatch` is then of the targets.
 
     Attributes:
@@ -219,7 +219,7 @@ def pack_seq2seq(
         cross = CrossLayout.of(placements, list(map(len, written)), placements, list(map(len, read)), index, rank)
         encoded = _fill(cross.sources, of(read, read), pad_to_multiple_of)
         decoded = _fill(cross.targets, of(inputs, expected), pad_to_multiple_of)
-        micro_batches.append(replace(decoded, source=Source(cross.sources, cross, encoded.tokens, encoded.positions)))
+        micro_batches.append(replace(decoded, source=EncoderInput(cross.sources, cross, encoded.tokens, encoded.positions)))
     return micro_batches, sum(int((label != IGNORED_LABEL).sum()) for label in expected)
 
 

@@ -24,7 +24,7 @@ from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
-from longctx.data.request import Request
+from longctx.data.request import StoreRequest
 from longctx.data.store_folder import NOTES, partial_folder, present, put_in_place
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.writer import (
@@ -92,7 +92,7 @@ def prepare(
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
-    request = Request.of(
+    request = StoreRequest.of(
         corpus, tokenizer, end_of_document, vocab_size, chat_template, template_variables or {}, train_on, max_length
     )
     progress("reading the source", 1)
@@ -107,7 +107,7 @@ def prepare(
     return Prepared(manifest, made=True)
 
 
-def _write(request: Request, folder: Path, workers: int | None, progress: Progress) -> Manifest:
+def _write(request: StoreRequest, folder: Path, workers: int | None, progress: Progress) -> Manifest:
     """Writes the files of the store into a folder. Returns its manifest, which is not written yet."""
     tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
     if request.given is not None and not tokenizer.is_bytes:

@@ -18,7 +18,7 @@ from longctx.data.tokenizer import Tokenizer, TokenizerError
 
 
 @dataclass(frozen=True)
-class Request:
+class StoreRequest:
     """A store that is asked for, checked as far as possible before the source is read.
 
     Attributes:
@@ -60,7 +60,7 @@ class Request:
         variables: Mapping[str, Any],
         train_on: str,
         max_length: int | None,
-    ) -> "Request":
+    ) -> "StoreRequest":
         """Checks the settings and reads the fingerprint of the source. Raises as `prepare` does."""
         if train_on not in TRAIN_ON:
             raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from longctx.data.packing import pack_documents
     from longctx.data.prepare import prepare
     from longctx.data.store import Store
-    from longctx.planning.cost.hardware_profile import HardwareProfile
+    from longctx.planning.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
-    from longctx.planning.planner import make_plan
+    from longctx.planning.planners.planner import make_plan
     from longctx.start import train
 
 # Imported when first used, so that `import longctx` is quick and planning needs no torch.
 _PLACES = {
-    "HardwareProfile": "longctx.planning.cost.hardware_profile:HardwareProfile",
+    "HardwareProfile": "longctx.planning.hardware_profile:HardwareProfile",
     "Plan": "longctx.planning.plan:Plan",
     "RingAttention": "longctx.attention:RingAttention",
     "Store": "longctx.data.store:Store",
     "load_config": "longctx.config:load",
-    "make_plan": "longctx.planning.planner:make_plan",
+    "make_plan": "longctx.planning.planners.planner:make_plan",
     "pack_documents": "longctx.data.packing:pack_documents",
     "prepare": "longctx.data.prepare:prepare",
     "ring_attention": "longctx.attention:ring_attention",

@@ -123,14 +123,14 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
         refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
     # Weights and two moments, in float32.
     size = 0 if config.checkpoint.every is None else 12 * spec.trained_parameters
-    found, damaged = open_run_folder(
+    saved, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
-    if found is None and continued is not None:
-        found, more = checkpoint.to_continue(continued, config.train.run_dir, config.train.steps)
+    if saved is None and continued is not None:
+        saved, more = checkpoint.to_continue(continued, config.train.run_dir, config.train.steps)
         damaged += more
-    run = run.changed(checkpoint=found)
-    check_export(config, found if run.resumes else None)
+    run = run.changed(checkpoint=saved)
+    check_export(config, saved if run.resumes else None)
     if run.launch.rank == 0:
         for sentence in damaged + _notes(config, run.device):
             print(f"longctx train: {sentence}", file=sys.stderr)
@@ -180,8 +180,8 @@ def _fit(run: Run, mesh: Mesh) -> Run:
 
 def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
     """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks call it."""
-    found, damaged = checkpoint.verified(run.checkpoint, mesh.control)
-    run = run.changed(checkpoint=found)
+    saved, damaged = checkpoint.verified(run.checkpoint, mesh.control)
+    run = run.changed(checkpoint=saved)
     if mesh.world_rank == 0:
         for sentence in damaged:
             print(f"longctx train: {sentence}", file=sys.stderr)

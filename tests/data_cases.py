@@ -9,7 +9,7 @@ from typing import Any
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanCost
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention, ring_pass
 from longctx.attention.inputs import AttentionInputError
-from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel, contract, cpu
+from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, choose_kernel, contract, cpu
 from longctx.attention.merge import merge_
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
@@ -473,9 +473,9 @@ def test_settings_that_do_not_fit() -> None:
     with pytest.raises(KernelError, match=r"choose auto, flash, .*cpu, .*reference"):
         ring_attention(x, x, x, ALONE.layout(0), kernel="flash9")
     with pytest.raises(KernelError, match="equal head sizes"):
-        choose_kernel("cpu", Request("cpu", torch.float32, 8, 4))
+        choose_kernel("cpu", KernelRequest("cpu", torch.float32, 8, 4))
     with pytest.raises(KernelError, match="runs on the CPU, not on cuda"):
-        choose_kernel("cpu", Request("cuda", torch.float32, 8, 8))
+        choose_kernel("cpu", KernelRequest("cuda", torch.float32, 8, 8))
     with pytest.raises(ValueError, match="rounds is 0: must be at least 1"):
         ring_attention(x, x, x, replace(ALONE, exchange_rounds=0).layout(0))
     with pytest.raises(AttentionInputError, match="not initialized"):

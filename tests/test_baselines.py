@@ -13,9 +13,9 @@ from longctx.comparison.baselines import plan_baseline as plan_baseline_of
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.mixes import load_mix
 from longctx.planning.check import check_plan
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.static import best_fit
 from rivals import RIVALS, _even_cuts
 from tests.marks import examples

@@ -13,10 +13,10 @@ import pytest
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.mixes import load_mix
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.planner import make_plan
-from longctx.planning.planners.auto.search import search
-from longctx.planning.planners.auto.settings import DEFAULT
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners.planner import make_plan
+from longctx.planning.planners.search import search
+from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.step import Step
 
 H100 = HardwareProfile.load("h100-nvlink-ib")

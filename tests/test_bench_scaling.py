@@ -14,8 +14,8 @@ from longctx.comparison.splits.cost import Machine, profile_of
 from longctx.comparison.splits.search import memory_of, possible_splits
 from longctx.errors import UserError
 from longctx.planning.cost.model import score
+from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.plan import PlanError
-from longctx.planning.rounds import choose_rounds
 
 
 def test_a_node_of_eight() -> None:

@@ -148,7 +148,7 @@ def test_links_carry_their_rate_and_not_more() -> None:
 @pytest.mark.slow
 @needs_namespaces
 def test_real_training_on_two_nodes(tmp_path: Path) -> None:
-    profile = SCRIPT.parents[1] / "longctx" / "planning" / "cost" / "profiles" / "cpu-2core.yaml"
+    profile = SCRIPT.parents[1] / "longctx" / "planning" / "profiles" / "cpu-2core.yaml"
     arguments = Namespace(
         nodes=2,
         ranks_per_node=1,

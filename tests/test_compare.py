@@ -30,9 +30,9 @@ from longctx.comparison.table import missing
 from longctx.config import load
 from longctx.data.sampler import Sampler
 from longctx.planning.cost.bounds import tight_bound_s
-from longctx.planning.cost.hardware_profile import HardwareProfile, shipped_profiles
+from longctx.planning.hardware_profile import HardwareProfile, shipped_profiles
 from longctx.planning.plan import PlanError
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))

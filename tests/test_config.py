@@ -157,7 +157,6 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("context.max_remote_tokens=0", "greater than or equal to 1"),
         ("data.long_documents=truncate", "'split', 'drop' or 'error'"),
         ("optimizer.min_learning_rate_ratio=1.5", "less than or equal to 1"),
-        ("optimizer.betas=[0.9, 1.0]", "each must be in [0, 1)"),
         ("optimizer.betas=[0.9]", "required"),
         ("optimizer.learning_rate=0", "greater than 0"),
         ("checkpoint.every=0", "greater than or equal to 1"),
@@ -169,8 +168,6 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("model.hidden_size=0", "greater than or equal to 1"),
         ("data.tokenizer=nowhere/tokenizer.json", "file not found"),
         ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
-        ("context.degree=2", "only applies to context.mode static, but context.mode is auto"),
-        ("context.bins={8192: 1}", "only applies to context.mode bins, but context.mode is auto"),
         ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),
         ("context.ulysses_degree=3", "must divide the KV heads per rank, 2\n      fix:  set it to 1, 2, or auto"),
@@ -184,7 +181,6 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
             "fix:  set it to 2 or less, or use a model with more layers",
         ),
         ("parallel.pipeline_chunks=2", "several chunks need a pipeline of 2 or more ranks"),
-        ("train.offload_activations=true", "inputs of recomputed blocks are offloaded, but train.recompute is none"),
         ("train.steps=[1", "the value is not valid YAML"),
         ("train.steps", "an override has the form section.key=value"),
         ("steps=3", "an override has the form section.key=value"),
@@ -206,8 +202,8 @@ def test_each_rule(override: str, rule: str) -> None:
     ("bins", "rule"),
     [
         ("{}", "must not be empty"),
-        ("{0: 1}", "at least 1"),
-        ("{8192: 0}", "at least 1"),
+        ("{0: 1}", "greater than or equal to 1 (at 0.[key])"),
+        ("{8192: 0}", "greater than or equal to 1 (at 8192)"),
         ("{16384: 2, 8192: 1}", "lengths must be ascending"),
         ("{4096: 2, 8192: 1}", "degrees must not decrease with length"),
         ("{long: 1}", "valid integer"),
@@ -228,19 +224,7 @@ def test_invalid_tables_of_bins(bins: str, rule: str) -> None:
         (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "at most 8192 tokens"),
         (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "at most 8192 tokens"),
         (["parallel.tensor_parallel_size=2"], 3, "parallel", "start 2 or 4 processes"),
-        (
-            ["parallel.tensor_parallel_size=2", "train.compile=true"],
-            2,
-            "train.compile",
-            "set parallel.tensor_parallel_size to 1",
-        ),
         (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "set it to 500 or 502"),
-        (
-            ["parallel.tensor_parallel_size=2", "train.mlp_tile_tokens=64"],
-            2,
-            "train.mlp_tile_tokens",
-            "not supported with tensor parallelism",
-        ),
         (
             ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4", "model.intermediate_size=9"],
             4,
@@ -265,14 +249,12 @@ def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int,
     [
         (["pipeline_chunks=2"], "pipeline_chunks", "schedule 1f1b runs one stage per rank"),
         (["pipeline_schedule=interleaved"], "pipeline_chunks", "at least 2 chunks"),
-        (["pipeline_schedule=zero-bubble"], "reshard_after", "set it to step, or use schedule 1f1b"),
         (["pipeline_schedule=interleaved", "pipeline_chunks=5"], "pipeline_parallel_size", "set parallel.pipeline_chunks to 4"),
         (
             ["pipeline_parallel_size=16", "pipeline_schedule=interleaved", "pipeline_chunks=2"],
             "pipeline_parallel_size",
             "set it to 4 or less",
         ),
-        (["reduce_after=micro_batch"], "reduce_after", "a pipeline reduces gradients once per step"),
     ],
 )
 def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
@@ -281,17 +263,6 @@ def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
     found = problems(*settings)
     assert set(found) == {f"parallel.{key}"}
     assert rule in found[f"parallel.{key}"]
-
-
-def test_settings_not_supported_with_zero_bubble() -> None:
-    settings = ["parallel.pipeline_parallel_size=2", "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"]
-    load(*settings)
-    for setting, why in {
-        "train.recompute=selective": "would recompute the block in each",
-        "train.mlp_tile_tokens=100": "would recompute every tile in each",
-        "train.compile=true": "which compiled blocks do not support",
-    }.items():
-        assert why in problems(*settings, setting)[setting.split("=")[0]]
 
 
 def test_blocks_are_compiled_on_gpus_where_that_is_possible() -> None:
@@ -305,13 +276,6 @@ def test_blocks_are_compiled_on_gpus_where_that_is_possible() -> None:
     pipeline = ["parallel.pipeline_parallel_size=2", "parallel.reshard_after=step"]
     assert load(*pipeline).compiles("cuda")
     assert not load(*pipeline, "parallel.pipeline_schedule=zero-bubble").compiles("cuda")
-
-
-@pytest.mark.parametrize(("kernel", "device"), [("cpu", "cuda"), ("flash", "cpu")])
-def test_kernels_of_another_device(kernel: str, device: str) -> None:
-    found = problems(f"context.kernel={kernel}", f"train.device={device}")
-    assert f"this kernel does not run on train.device {device}" in found["context.kernel"]
-    assert load(f"context.kernel={kernel}", "train.device=auto").context.kernel == kernel
 
 
 def test_check_reports_the_same_problems_for_a_loaded_configuration() -> None:
@@ -354,6 +318,7 @@ def test_max_length_is_what_the_mode_can_hold() -> None:
         ("balance: {zloss: 1}", r"did you mean balance\.z_loss\?"),
         ("masked: {shared: 1}", r"did you mean masked\.share\?"),
         ("train: {on: 1}", r"train\.on = 1"),
+        ("optimizer: {betas: [0.9, 1.0]}", r"must be less than 1 \(at 1\)"),
         ("? [a]\n", "a key must be text or a number"),
         ("batch:\n\tglobal_tokens: 1\n", "line 2, column 1: .*indent with spaces instead of tabs"),
         ("train: {steps: !!int abc}", "column 16: abc is not a valid int"),

@@ -45,10 +45,5 @@ def test_invalid_lists_of_stores(stores: str, rule: str) -> None:
     assert rule in text and text.startswith("  data.stores = ")
 
 
-def test_either_one_store_or_several() -> None:
-    assert "cannot be combined with data.store, which is c" in problem(f"data.stores={MIX}", "data.store=c")
-    assert "data.store and data.stores cannot both be null" in problem("data.store=null")
-
-
 def test_help_shows_the_form_of_a_list() -> None:
     assert "--data.stores [{path, weight, epochs}, ..]|null" in describe()

@@ -19,7 +19,7 @@ from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece, SamplerError
 from longctx.data.store import IGNORED_LABEL, Store
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.data_cases import PROFILE, byte_store, random_plan, write_jsonl
 from tests.marks import examples
 

@@ -15,7 +15,7 @@ from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer, TokenizerError
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.data_cases import PROFILE, byte_store, random_plan
 
 LENGTHS = (150, 2, 37, 3, 90, 64)

@@ -17,7 +17,7 @@ from longctx.data.mixture import Mixture, make_steps
 from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Store
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from longctx.training.validation import Documents
 from tests.data_cases import PROFILE, byte_store, write_jsonl
 from tests.marks import examples

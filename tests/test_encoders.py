@@ -20,10 +20,10 @@ from longctx.data.prepare import prepare
 from longctx.model.checkpoint_files import PretrainedError
 from longctx.model.source import pretrained
 from longctx.parallel.mesh import make_groups
+from longctx.planning.cost.work import work_of
 from longctx.training.assembly import assemble
 from longctx.training.metrics import model_flops
 from longctx.training.run import Run
-from longctx.training.run_profile import work_of
 from tests.encoder_cases import KINDS, MASKED, build_encoder, make_batch, reference, save_checkpoint, step
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless
@@ -216,25 +216,9 @@ def test_too_long_documents_are_refused(checkpoints: dict[str, Path]) -> None:
     pretrained(str(checkpoints["modernbert"]), (), "auto", False, True).check_length(100_000)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["masked.token=x"], "has no effect on a causal model: masked.share is null"),
-        (["masked.share=0.3"], "presets are causal"),
-        (["masked.share=0.3", "masked.random=0.7", "masked.kept=0.4"], "must be at most 1 together"),
-        (["masked.share=0.3", "dpo.beta=0.1"], "DPO needs a causal model"),
-        (["masked.share=0.3", "FROM", "model.implementation=native"], "the native decoder is causal"),
-        (["masked.share=0.3", "FROM", "parallel.tensor_parallel_size=2"], "transformers' own code, which cannot split a model"),
-        (
-            ["masked.share=0.3", "FROM", "parallel.pipeline_parallel_size=2"],
-            "transformers' own code, which cannot split a model",
-        ),
-    ],
-)
-def test_settings_that_contradict_masks_are_refused(checkpoints: dict[str, Path], settings: list[str], message: str) -> None:
-    given = [f"model.from_pretrained={checkpoints['bert']}" if each == "FROM" else each for each in settings]
-    with pytest.raises(ConfigError, match=message):
-        load(None, given, world_size=2)
+def test_shares_of_masks_are_at_most_one_together() -> None:
+    with pytest.raises(ConfigError, match="must be at most 1 together"):
+        load(None, ["masked.share=0.3", "masked.random=0.7", "masked.kept=0.4"])
 
 
 def test_attention_in_both_directions_costs_twice(checkpoints: dict[str, Path]) -> None:

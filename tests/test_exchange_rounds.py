@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from bench.modelled import ModelledKernel, _Work, pairs
 from longctx.attention import Mask, RingAttention, inputs, ring_pass
 from longctx.planning.assignment import Assignment, Integers, remote_tokens
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns, score
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.rounds import CHOICES, PRICE, _ExchangeTimes, choose_rounds, plan_score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
-from longctx.planning.planner import make_plan
-from longctx.planning.rounds import CHOICES, PRICE, _Exchange, choose_rounds, plan_score
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 
 H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
@@ -137,7 +137,7 @@ def waits_as_predicted(
 ) -> float:
     """Returns the time that `rank` waits by the code that trains, which the closed form predicts up to a share of the time."""
     sizes, ranks = np.array(lengths), max(rank + 1, int((a.first_rank + a.degree).max()))
-    exchange = _Exchange(profile, sizes, a, score(profile, sizes, a, ranks))
+    exchange = _ExchangeTimes(profile, sizes, a, score(profile, sizes, a, ranks))
     predicted = float(exchange.waits(exchange.possible(rounds[exchange.rings]))[0, rank])
     measured, computed = waited(profile, lengths, a, rank, rounds)
     assert predicted == pytest.approx(measured, rel=0.02, abs=error * (computed + measured))
@@ -163,7 +163,7 @@ def test_a_rank_waits_for_its_own_documents_alone(case: tuple[HardwareProfile, l
     def time(documents: Integers) -> int:
         part = Assignment(*(x[documents] for x in (a.micro_batch, a.first_rank, a.degree, a.reversed)))
         sizes = np.array(lengths)[documents]
-        exchange = _Exchange(profile, sizes, part, score(profile, sizes, part, ranks))
+        exchange = _ExchangeTimes(profile, sizes, part, score(profile, sizes, part, ranks))
         return int(exchange.time(exchange.possible(rounds[documents][exchange.rings]))[0, rank])
 
     here = np.flatnonzero((a.first_rank <= rank) & (rank < a.first_rank + a.degree))
@@ -217,7 +217,7 @@ def test_the_planner_takes_the_rounds_that_hide_the_exchange() -> None:
         plain = score(profile, lengths, ring, 16)
         (rounds,), timed = choose_rounds(profile, lengths, ring, plain, most)
         busy = plain.time - plain.exposed
-        exchange = _Exchange(profile, lengths, ring, plain)
+        exchange = _ExchangeTimes(profile, lengths, ring, plain)
         prices = [
             (count - 1) * PRICE * profile.linear_s_per_token * 120_000 / ring.degree[0] * NANOSECONDS for count in (1, rounds)
         ]
@@ -262,7 +262,7 @@ def test_rings_in_a_node_do_not_pay_for_rounds_across_nodes() -> None:
 
     def chosen(profile: HardwareProfile, most: int | None = None) -> list[int]:
         rounds, timed = choose_rounds(profile, lengths, a, plain := score(profile, lengths, a, 16), most)
-        exchange = _Exchange(profile, lengths, a, plain)
+        exchange = _ExchangeTimes(profile, lengths, a, plain)
         same = [exchange.time(exchange.possible(count)).max() for count in CHOICES]
         assert most or timed.makespan_ns <= plain.makespan_ns - plain.time.max() + min(same)
         return rounds.tolist()

@@ -17,7 +17,7 @@ import first_contact
 import training_gpu
 from attention_times import FIRST, SMOKE
 from harness import Table, repeats
-from longctx.attention.kernels import KERNELS, Request, cpu
+from longctx.attention.kernels import KERNELS, KernelRequest, cpu
 
 
 def run(patch: pytest.MonkeyPatch, out: Path, *options: str) -> int:
@@ -98,7 +98,7 @@ def test_a_kernel_that_is_refused_for_determinism_alone_is_checked(
         forward = staticmethod(cpu.forward)
 
         @staticmethod
-        def refusal(request: Request) -> str | None:
+        def refusal(request: KernelRequest) -> str | None:
             return "adds in any order" if request.deterministic else None
 
         @staticmethod

@@ -34,7 +34,7 @@ from longctx.attention.kernels import (
     repeatability,
 )
 from longctx.attention.kernels.compilation import compile_variants
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request, request_of
+from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode, request_of
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import Library
@@ -48,7 +48,7 @@ from tests.flash_fakes import deterministic_calls, installed, margins
 from tests.marks import examples
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
-BF16 = Request("cuda", torch.bfloat16, 128, 128)
+BF16 = KernelRequest("cuda", torch.bfloat16, 128, 128)
 NAMES = [library.name for library in LIBRARIES]
 
 
@@ -69,7 +69,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 class Over(Flash):
     """The flash kernel with one library, on any device."""
 
-    def _choose(self, request: Request) -> Library:
+    def _choose(self, request: KernelRequest) -> Library:
         return self.libraries[0]
 
 
@@ -134,7 +134,7 @@ def check(
 @settings(max_examples=examples(150))
 def test_every_library_computes_the_segments(drawn: tuple[list[Segment], int, int], seed: int, cap: float) -> None:
     for library in LIBRARIES:
-        if cap and library.refusal(Request("cuda", torch.bfloat16, 8, 8, softcap=True), HOPPER):
+        if cap and library.refusal(KernelRequest("cuda", torch.bfloat16, 8, 8, softcap=True), HOPPER):
             continue
         check(library, *drawn, seed, cap=cap)
 
@@ -178,7 +178,7 @@ def test_flash_3_leaves_processors_to_messages(overlapped: bool) -> None:
 def test_a_deterministic_backward_is_tried(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flash-attn 3 up to 2.8.3 takes `deterministic=True` and ignores it: a few calls tell."""
     monkeypatch.setattr(repeatability, "TOKENS", 24)
-    request = Request("cpu", torch.float32, 8, 8, deterministic=True)
+    request = KernelRequest("cpu", torch.float32, 8, 8, deterministic=True)
     assert repeatability.differs(library, request) is None
     calls = itertools.count()
 
@@ -203,7 +203,7 @@ def test_a_library_that_is_not_deterministic_is_passed_over(monkeypatch: pytest.
 def test_unequal_head_sizes() -> None:
     """flash-attn 3 takes head sizes 192 and 128."""
     library = LIBRARIES[NAMES.index("flash-attn 3")]
-    assert library.refusal(Request("cuda", torch.bfloat16, 192, 128), HOPPER) is None
+    assert library.refusal(KernelRequest("cuda", torch.bfloat16, 192, 128), HOPPER) is None
     kernel = Over([library])
     q, k, v, dout = torch.randn(5, 2, 24), torch.randn(5, 1, 24), torch.randn(5, 1, 16), torch.randn(5, 2, 16)
     segments = [Segment(1, 5, 1, 5, hi=0)]
@@ -252,16 +252,16 @@ def test_tables_are_made_once() -> None:
         (BF16, BLACKWELL, "flash-attn 4"),
         (BF16, AMPERE, "flash-attn 2"),
         (BF16, (12, 0), "flash-attn 2"),
-        (Request("cuda", torch.float16, 192, 192), HOPPER, "flash-attn 3"),
-        (Request("cuda", torch.bfloat16, 192, 128), HOPPER, "flash-attn 3"),
-        (Request("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 3"),
-        (Request("cuda", torch.bfloat16, 256, 256, deterministic=True), HOPPER, "flash-attn 2"),
-        (Request("cuda", torch.bfloat16, 256, 256), BLACKWELL, "flash-attn 2"),
-        (Request("cuda", torch.bfloat16, 64, 64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
+        (KernelRequest("cuda", torch.float16, 192, 192), HOPPER, "flash-attn 3"),
+        (KernelRequest("cuda", torch.bfloat16, 192, 128), HOPPER, "flash-attn 3"),
+        (KernelRequest("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 3"),
+        (KernelRequest("cuda", torch.bfloat16, 256, 256, deterministic=True), HOPPER, "flash-attn 2"),
+        (KernelRequest("cuda", torch.bfloat16, 256, 256), BLACKWELL, "flash-attn 2"),
+        (KernelRequest("cuda", torch.bfloat16, 64, 64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
     ],
 )
 def test_the_best_library_is_chosen_and_named(
-    request_: Request,
+    request_: KernelRequest,
     capability: tuple[int, int],
     wanted: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -290,7 +290,7 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
     monkeypatch.setattr(flash, "differs", lambda library, request: None)
     choose_kernel.cache_clear()
 
-    def request(q: int, keys: int, heads: int = 32, packed: int = 1, segments: int = 1) -> Request:
+    def request(q: int, keys: int, heads: int = 32, packed: int = 1, segments: int = 1) -> KernelRequest:
         shapes = (q, heads, 128), (keys, packed, 8, 128), (keys, packed, 8, 128)
         tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
         whole = [x if x.dim() == 3 else x[:, 0] for x in tensors]
@@ -314,13 +314,17 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("request_", "capability", "parts"),
     [
-        (Request("cpu", torch.bfloat16, 64, 64), HOPPER, ["not on cpu"]),
-        (Request("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
-        (Request("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
-        (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"]),
-        (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: supports head sizes up to 256, not 512"]),
+        (KernelRequest("cpu", torch.bfloat16, 64, 64), HOPPER, ["not on cpu"]),
+        (KernelRequest("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
+        (KernelRequest("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
         (
-            Request("cuda", torch.bfloat16, 512, 512, deterministic=True),
+            KernelRequest("cuda", torch.bfloat16, 64, 128),
+            HOPPER,
+            ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"],
+        ),
+        (KernelRequest("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: supports head sizes up to 256, not 512"]),
+        (
+            KernelRequest("cuda", torch.bfloat16, 512, 512, deterministic=True),
             HOPPER,
             ["flash-attn 3: supports head sizes up to 192, not 512, with a deterministic backward"],
         ),
@@ -328,7 +332,7 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
     ],
 )
 def test_refusals_say_why(
-    request_: Request, capability: tuple[int, int], parts: list[str], monkeypatch: pytest.MonkeyPatch
+    request_: KernelRequest, capability: tuple[int, int], parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     why = Flash().library(request_)
@@ -341,7 +345,7 @@ def test_refusals_of_torch() -> None:
     """Torch's operators do not support a soft cap, and this machine's build may lack the operators."""
     library = LIBRARIES[NAMES.index("torch's flash operators")]
     assert library.refusal(BF16, AMPERE) is None
-    assert library.refusal(Request("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "does not support a soft cap"
+    assert library.refusal(KernelRequest("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "does not support a soft cap"
     missing = library.missing()
     assert (missing is None) == torch.backends.cuda.is_flash_attention_available()
 
@@ -457,7 +461,7 @@ def compiled(window: bool) -> dict[str, set[Variant]]:
     kernel = Variants()
     with mock.patch.dict(KERNELS, {"variants": kernel}):  # type: ignore[dict-item]  # it only records
         choose_kernel.cache_clear()
-        request = Request("cpu", torch.float32, 8, 8, deterministic=True)
+        request = KernelRequest("cpu", torch.float32, 8, 8, deterministic=True)
         compile_variants("variants", request, (2 * RATIO, 2), window=window)
     choose_kernel.cache_clear()
     return kernel.seen

@@ -71,10 +71,8 @@ def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (["train.dtype=float32"], "train.dtype is float32"),
         (["train.dtype=bfloat16", "batch.tokens_per_rank=1000"], "multiple of 16 tokens"),
         (["train.dtype=bfloat16", "train.mlp_tile_tokens=100"], "multiple of 16 tokens"),
-        (["train.dtype=bfloat16", "parallel.tensor_parallel_size=2"], "not supported with tensor parallelism"),
     ],
 )
 def test_what_is_not_supported_is_refused(settings: list[str], rule: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from longctx.cli import main
-from longctx.planning.cost.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
+from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

@@ -12,14 +12,14 @@ import transformers
 
 from longctx import make_plan
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
-from longctx.config import ConfigError, load
+from longctx.config import load
 from longctx.data.packing import pack_documents
-from longctx.model.spec import ModelSpec
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import mate_ns
 from longctx.planning.cost.scaling import scale
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.work import work_of
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
-from longctx.training.run_profile import work_of
 from tests.data_cases import placed_plan
 from tests.family_cases import build, largest_error
 from tests.huggingface_cases import gradients, make_documents, unpacked
@@ -95,11 +95,6 @@ OPTIONS = {
 @pytest.mark.parametrize("name", slow_unless(lambda name: name != "recompute, attention kept", OPTIONS))
 def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path], name: str) -> None:
     assert_step(workers.run(step, 2, checkpoints["qwen3_next"], OPTIONS[name]), reference(checkpoints["qwen3_next"]))
-
-
-def test_compiled_blocks_are_refused(checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="blocks with linear attention cannot be compiled"):
-        load(None, [*SETTINGS, f"model.from_pretrained={checkpoints['mamba2']}", "train.compile=true"], world_size=1)
 
 
 def spec_of(folder: Path) -> ModelSpec:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from longctx.attention import HybridAttention, packed_attention
 from longctx.config import load
 from longctx.memory.loads import full_loads, micro_batch_loads
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 from tests.test_operator_memory import RING, Watching
 from tests.workers import Workers

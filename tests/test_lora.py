@@ -19,9 +19,9 @@ from longctx.data.store import Store
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.lora import merge, write_adapter
+from longctx.planning.cost.work import work_of
 from longctx.training.data import plan_steps
 from longctx.training.metrics import model_flops
-from longctx.training.run_profile import work_of
 from tests.lora_cases import (
     gathered_losses,
     make_checkpoint,
@@ -299,11 +299,6 @@ def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path:
         ("llama", ["lora.target_modules=[embed_tokens]"], "embed_tokens is a Embedding, which is not a linear layer"),
         ("mixtral", ["lora.target_modules=[experts]"], "experts is a MixtralExperts, which is not a linear layer"),
         ("llama", ["lora.dropout=0.1"], "LoRA dropout is not supported"),
-        ("llama", ["lora.rank=null"], "has no effect without LoRA: lora.rank is null"),
-        ("llama", ["model.implementation=native"], "LoRA is not supported by the native decoder"),
-        ("llama", ["parallel.tensor_parallel_size=2"], "not supported with tensor or pipeline parallelism"),
-        ("llama", ["parallel.pipeline_parallel_size=2"], "not supported with tensor or pipeline parallelism"),
-        ("llama", ["model.from_pretrained=null", "model.preset=tiny"], "LoRA needs a checkpoint"),
     ],
 )
 def test_what_cannot_be_is_refused(checkpoints: dict[str, Path], kind: str, settings: list[str], message: str) -> None:
@@ -320,7 +315,7 @@ def test_a_wrong_target_is_told_once(checkpoints: dict[str, Path]) -> None:
 
 def test_without_peft_the_settings_are_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="LoRA needs peft, which is not installed"):
+    with pytest.raises(ConfigError, match="this setting needs peft, which is not installed"):
         load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.rank=7"))  # of no other test
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longctx import start
-from longctx.attention.kernels import Request
+from longctx.attention.kernels import KernelRequest
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.config.rules import broken_rules
@@ -219,7 +219,7 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
 
 
 def test_which_kernel_is_counted() -> None:
-    request = Request("cuda", torch.bfloat16, 128, 128)
+    request = KernelRequest("cuda", torch.bfloat16, 128, 128)
     found = [kernels.kernel_on_gpus(name, request) for name in ("auto", "flash", "triton")]
     assert found[2] == "triton"
     if not torch.cuda.is_available():

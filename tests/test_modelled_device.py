@@ -24,11 +24,11 @@ from longctx.attention.segments import Segment, visible
 from longctx.comparison.baselines.fixed_static import place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.planning.cost.bounds import plan_cost
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.test_cluster import needs_namespaces
 
 

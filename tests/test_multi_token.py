@@ -141,15 +141,6 @@ def test_exports_are_without_the_blocks(workers: Workers, store: Path, tmp_path:
     assert not found["missing_keys"] and not found["unexpected_keys"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["model.num_nextn_predict_layers=1", "parallel.pipeline_parallel_size=2"], "not supported with pipelines"),
-        (["train.mtp_loss=0.3"], "only applies to multi-token prediction"),
-        (["model.preset=tiny-gpt", "model.num_nextn_predict_layers=1"], "position_embeddings to rope"),
-        (["model.num_nextn_predict_layers=1", "dpo.beta=0.1"], "not supported with DPO"),
-    ],
-)
-def test_what_is_refused(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load(None, given, world_size=2)
+def test_learned_positions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="position_embeddings to rope"):
+        load(None, ["model.preset=tiny-gpt", "model.num_nextn_predict_layers=1"])

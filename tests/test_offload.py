@@ -12,8 +12,8 @@ from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.planner import make_plan
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners.planner import make_plan
 from longctx.training import build
 
 TOKENS = 96

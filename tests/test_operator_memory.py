@@ -132,7 +132,7 @@ class Repeated(dict[int, Any]):
         self.given = attention, k, v
 
     def pop(self, layer: int) -> Any:  # type: ignore[override]  # what the operator uses of it
-        return operator.Begun.on(*self.given, layer)
+        return operator.BegunForward.on(*self.given, layer)
 
 
 ALONE = Case(1, (4, 3), (Placement(0, 0, 1), Placement(1, 0, 1)), heads=4, kv_heads=2)

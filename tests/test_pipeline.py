@@ -11,8 +11,9 @@ from torch.torch_version import TorchVersion
 from longctx.config import load
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.parallel.pipeline import PipelineRun, split_layers
-from longctx.planning.cost.pipeline import Pipeline
+from longctx.parallel.pipeline import PipelineRun
+from longctx.planning.cost.work import split_layers
+from longctx.planning.pipeline import Pipeline
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.objective import StepWeights
 from longctx.training.passes import Passes

@@ -24,8 +24,8 @@ from longctx.attention import RingAttention
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
 from longctx.parallel.pipeline import Inputs, PipelineRun, Stage
-from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import Layout, Placement
+from longctx.planning.pipeline import Pipeline
 from tests.marks import examples
 from tests.test_exchange_order import Batch, left_over
 from tests.training_cases import zero_bubble

@@ -17,11 +17,11 @@ from longctx.comparison.mixes import load_mix
 from longctx.config import load
 from longctx.planning.assignment import Assignment
 from longctx.planning.cost.bounds import tight_bound_s
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
-from longctx.planning.cost.pipeline import Pipeline
-from longctx.planning.planner import make_plan
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import Pipeline
 from longctx.planning.planners.bins import derived_bins
+from longctx.planning.planners.planner import make_plan
 from longctx.plots.terminal import MOST_ROWS, draw_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, tokens_on_ranks
-from longctx.planning.cost.bounds import least_time_ns, lower_bound_ns, tight_bound_ns
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.bounds import document_bound_ns, step_bound_ns, tight_step_bound_ns
 from longctx.planning.cost.model import alone_ns, attention_ns, efficiency, log2, score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import shard_tokens
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 from tests.test_plan_properties import H100, profiles
 
@@ -106,7 +106,7 @@ def test_bound_equals_the_plain_reference(lengths: list[int], ranks: int, budget
         least = -(-s // budget)
         work += profile.linear_s_per_token * s + plain_attention_s(profile, s, least) * least
     expected = profile.step_s + profile.launch_s * -(-sum(lengths) // (ranks * budget)) + work / ranks
-    assert lower_bound_ns(profile, np.array(lengths), ranks, budget) / 1e9 == pytest.approx(expected, rel=1e-9, abs=1e-7)
+    assert step_bound_ns(profile, np.array(lengths), ranks, budget) / 1e9 == pytest.approx(expected, rel=1e-9, abs=1e-7)
 
 
 def test_a_worked_example() -> None:
@@ -173,8 +173,8 @@ def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignm
     _, row = np.unique(a.micro_batch, return_inverse=True)
     a = Assignment(row, a.first_rank, a.degree, a.reversed)
     tokens = int(tokens_on_ranks(np.array(lengths), a, (a.micro_batches, ranks)).max())
-    bound = tight_bound_ns(profile, np.array(lengths), ranks, tokens)
-    assert lower_bound_ns(profile, np.array(lengths), ranks, tokens) <= bound
+    bound = tight_step_bound_ns(profile, np.array(lengths), ranks, tokens)
+    assert step_bound_ns(profile, np.array(lengths), ranks, tokens) <= bound
     assert bound <= score(profile, np.array(lengths), a, ranks).makespan_ns
 
 
@@ -182,11 +182,11 @@ def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None
     """On a slow network the longest document stays in a node, and the budget of other ranks is too small to keep them busy."""
     slow = replace(H100, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 64)
     lengths = np.array([65536, *[2000] * 400])
-    alone = int(least_time_ns(slow, lengths[:1], np.arange(1, 65), 8192).min())
+    alone = int(document_bound_ns(slow, lengths[:1], np.arange(1, 65), 8192).min())
     fixed = slow.step_s + slow.launch_s * 2
     plan = make_plan(lengths.tolist(), ranks=64, tokens_per_rank=8192, profile=slow)
-    tight = tight_bound_ns(slow, lengths, 64, 8192) / 1e9
-    assert lower_bound_ns(slow, lengths, 64, 8192) / 1e9 < fixed + alone / 1e9 < tight - 0.4
+    tight = tight_step_bound_ns(slow, lengths, 64, 8192) / 1e9
+    assert step_bound_ns(slow, lengths, 64, 8192) / 1e9 < fixed + alone / 1e9 < tight - 0.4
     assert tight <= plan.makespan_s < 1.02 * tight  # which counts neither waits nor the price of rounds
 
 
@@ -197,8 +197,8 @@ def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:
         score(straight, length, Assignment(np.array([0]), np.array([0]), np.array([d]), np.array([False])), 64).makespan_ns
         for d in degrees[7:]
     )
-    assert 0.999 * best <= tight_bound_ns(straight, length, 64, 16384) <= best
-    assert lower_bound_ns(straight, length, 64, 16384) < 0.9 * best
+    assert 0.999 * best <= tight_step_bound_ns(straight, length, 64, 16384) <= best
+    assert step_bound_ns(straight, length, 64, 16384) < 0.9 * best
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -210,4 +210,4 @@ def test_a_ring_alone_takes_what_the_score_says(length: int, degree: int, first:
     exact = int(score(H100, np.array([length]), a, 80).time.max())
     two_tokens = 2 * 89_000  # the largest shard may not be on the rank that waits longest
     assert alone - two_tokens - 2 * degree - 4 <= exact <= alone + 2 * degree + 4
-    assert least_time_ns(H100, np.array([length]), np.array([degree]), 1 << 40)[0] <= exact
+    assert document_bound_ns(H100, np.array([length]), np.array([degree]), 1 << 40)[0] <= exact

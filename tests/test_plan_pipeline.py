@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, score
-from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
+from longctx.planning.cost.rounds import plan_score
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
-from longctx.planning.rounds import plan_score
+from longctx.planning.planners.planner import make_plan
 from longctx.plots.timeline import timeline
 from tests.marks import examples
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from longctx.planning.assignment import largest_shards, least_degrees
 from longctx.planning.check import check_plan
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.rounds import plan_score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement, largest_shard
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planner import make_plan
-from longctx.planning.planners.static import computing_ns, longest_ns, pack_static, static_bounds_ns
+from longctx.planning.planners.planner import make_plan
+from longctx.planning.planners.static import computing_bound_ns, degree_bounds_ns, longest_document_bound_ns, pack_static
 from longctx.planning.planners.step import Step
-from longctx.planning.rounds import plan_score
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -118,9 +118,11 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
     for degree in range(1, step.ranks + 1):
         found = pack_static(step, degree)
         if found is not None:
-            bounds = static_bounds_ns(step, degree)
+            bounds = degree_bounds_ns(step, degree)
             on_all_ranks = max(on_all_ranks, bounds[0])
-            bound = max(on_all_ranks, bounds[1], longest_ns(step, degree), computing_ns(step, found.assignment))
+            bound = max(
+                on_all_ranks, bounds[1], longest_document_bound_ns(step, degree), computing_bound_ns(step, found.assignment)
+            )
             assert bound <= found.makespan_ns
             again = pack_static(step, degree, below=found.makespan_ns + 1)
             assert again is not None and again.makespan_ns == found.makespan_ns

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from longctx.comparison.baselines import plan_baseline
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
-from longctx.planning.planner import make_plan
-from longctx.planning.planners.auto import search as search_module
-from longctx.planning.planners.auto.local_search import balance
-from longctx.planning.planners.auto.search import search, search_in_blocks
-from longctx.planning.planners.auto.settings import DEFAULT
-from longctx.planning.planners.auto.shared_rings import grouped_rings
-from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners import search as search_module
+from longctx.planning.planners.local_search import balance
+from longctx.planning.planners.planner import make_plan
+from longctx.planning.planners.search import search, search_in_blocks
+from longctx.planning.planners.settings import DEFAULT
+from longctx.planning.planners.shared_rings import shared_rings
+from longctx.planning.planners.shortest_path import LimitGraph
 from longctx.planning.planners.step import Step
 from rivals import RIVALS
 from tests.marks import examples
@@ -85,7 +85,7 @@ def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_time() 
 def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int], ranks: int) -> None:
     step = Step(H100, np.array(lengths), ranks, 16384)
     height = max(int(step.single_ns.sum()) // ranks, int(step.single_ns.max()) // ranks)
-    rings = grouped_rings(step, height)
+    rings = shared_rings(step, height)
     if rings is None:
         return
     first, stop = rings.first_rank, rings.first_rank + rings.degree
@@ -184,7 +184,7 @@ def test_groups_of_next_to_no_time_end() -> None:
     """A bisection over whole nanoseconds ends even if the interval is shorter than its number of steps."""
     lengths = np.array([40, 3, 2], dtype=np.int64)
     for height in (1, 3, 436):
-        assert grouped_rings(Step(H100, lengths, 24, 41), height) is None
+        assert shared_rings(Step(H100, lengths, 24, 41), height) is None
 
 
 @pytest.mark.parametrize("changed", [{"shares": (10,)}, {"evened": ()}])

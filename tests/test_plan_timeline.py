@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 
+from longctx.planning.cost.rounds import plan_score
 from longctx.planning.plan import Plan
-from longctx.planning.rounds import plan_score
 from longctx.plots.colours import by_class, class_name, degree_class
 from longctx.plots.timeline import timeline
 from tests.marks import examples

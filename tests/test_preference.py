@@ -237,7 +237,7 @@ def test_pairs_that_are_set_apart_are_validated_by_the_same_loss(
         (["dpo.beta=null", "dpo.label_smoothing=0"], "contains preference pairs, but dpo.beta is null"),
         (["data.store={texts}"], "contains no preference pairs"),
         (["eval.every=1", "eval.store={texts}"], "eval.store {texts} contains no preference pairs"),
-        (["dpo.beta=null"], "has no effect without DPO: dpo.beta is null"),
+        (["dpo.beta=null"], "it has no effect without DPO"),
         (["data.max_length=150"], "set data.long_documents to drop"),
     ],
 )

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
-from longctx.planning.calibration.fit import (
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency
+from longctx.planning.cost.work import kv_bytes_per_token
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.layout import Placement
+from longctx.planning.planners.planner import make_plan
+from longctx.profiling.communication import Nodes
+from longctx.profiling.computation import no_attention
+from longctx.profiling.fit import (
     AttentionTime,
     OverlapTime,
     fit_attention,
     fit_line,
     fit_overlap,
-    kv_bytes_per_token,
 )
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency
-from longctx.planning.layout import Placement
-from longctx.planning.planner import make_plan
-from longctx.profiling.communication import Nodes
-from longctx.profiling.computation import no_attention
 from longctx.profiling.profiled_run import layout_of
 from tests import launched, profile_cases
 from tests.marks import examples

@@ -15,8 +15,8 @@ from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.recompute import MODES, _contexts, apply_recompute
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.planner import make_plan
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners.planner import make_plan
 
 LAYERS, TOKENS = 2, 48
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": LAYERS, "qkv_bias": True})

@@ -12,10 +12,10 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.pipeline import Pipeline
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 
 RECORD = Path(__file__).parent / "recorded_plans.json"
 CASES = 200

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from longctx.attention import Schedule
 from longctx.attention.segment_builder import RowSet, row_index
 from longctx.comparison.mixes import load_mix
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.attention_cases import Case
 
 

@@ -19,12 +19,13 @@ from longctx.data.store import Store
 from longctx.memory.advisor import cheapest_change, choices, heaviest
 from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups
-from longctx.planning.cost.hardware_profile import SHIPPED, HardwareProfile, ProfileError
-from longctx.planning.cost.scaling import RankWork, query_share, scale
-from longctx.planning.planner import make_plan
+from longctx.planning.cost.scaling import query_share, scale
+from longctx.planning.cost.work import RankWork, work_of
+from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError
+from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import make_planner
-from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile, work_of
+from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
 from tests.training_cases import SMALL, start
 from tests.workers import Workers
 

@@ -16,9 +16,9 @@ from longctx.comparison.splits.search import TOO_LARGE, TOO_LONG, PlannedSplit, 
 from longctx.config import Config, check, load
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.parallel.pipeline import layers_of_ranks
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.planner import make_plan
+from longctx.planning.cost.work import layers_of_ranks
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
 
 H100 = Machine.load("h100-nvlink-ib")

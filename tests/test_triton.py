@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel, triton
+from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, choose_kernel, triton
 from longctx.attention.merge import merge_fused_, merge_plain_
 from longctx.attention.segments import Segment, visible
 from longctx.planning.layout import Placement
@@ -242,7 +242,7 @@ def test_fused_merge_equals_the_plain_one(dtype: torch.dtype, dim: int) -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request("cuda", torch.bfloat16, 128, 64, bands=True, softcap=True)
+    request = KernelRequest("cuda", torch.bfloat16, 128, 64, bands=True, softcap=True)
     assert triton.refusal(request) is None
     assert "float64" in str(triton.refusal(replace(request, dtype=torch.float64)))
     assert "up to 256" in str(triton.refusal(replace(request, v_head_dim=257)))

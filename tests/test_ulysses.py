@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import choose_ulysses_degree, micro_batch_ns, swaps_heads
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")

@@ -67,7 +67,7 @@ def test_every_module_is_in_it_and_nothing_is_there_twice(wheel: Path) -> None:
 
 
 def test_type_marker_profiles_and_licence_are_in_it(wheel: Path, repository: Path) -> None:
-    profiles = {str(path.relative_to(repository)) for path in repository.glob("longctx/planning/cost/profiles/*.yaml")}
+    profiles = {str(path.relative_to(repository)) for path in repository.glob("longctx/planning/profiles/*.yaml")}
     assert profiles
     assert {"longctx/py.typed", *profiles} <= names(wheel)
     assert any(name.endswith("/licenses/LICENSE") for name in names(wheel))
@@ -77,7 +77,7 @@ def test_nothing_but_longctx_stands_at_its_top(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names(wheel)} == {"longctx", wheel.name.split("-py3")[0] + ".dist-info"}
 
 
-@pytest.mark.parametrize("module", ["longctx.attention", "longctx.data", "longctx.planning.cost.hardware_profile"])
+@pytest.mark.parametrize("module", ["longctx.attention", "longctx.data", "longctx.planning.hardware_profile"])
 def test_installed_it_is_imported_from_where_it_is(installed: Path, tmp_path: Path, module: str) -> None:
     process = subprocess.run(
         [sys.executable, "-c", f"import {module}; print({module}.__file__)"],
@@ -91,7 +91,7 @@ def test_installed_it_is_imported_from_where_it_is(installed: Path, tmp_path: Pa
 
 
 def test_installed_it_knows_its_command_and_profiles(installed: Path, tmp_path: Path) -> None:
-    code = "from longctx.planning.cost.hardware_profile import HardwareProfile; HardwareProfile.load('h100-nvlink-ib')"
+    code = "from longctx.planning.hardware_profile import HardwareProfile; HardwareProfile.load('h100-nvlink-ib')"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
     command = [str(installed / "bin" / "longctx"), "--version"]

@@ -23,16 +23,16 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from longctx.attention.kernels import KERNELS, Request, choose_kernel
+from longctx.attention.kernels import KERNELS, KernelRequest, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import Memory, RankMemory
-from longctx.model.spec import ModelSpec
 from longctx.parallel import mesh as mesh_module
 from longctx.parallel.mesh import Mesh, make_groups
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import Plan
 from longctx.training import build
 from longctx.training import trainer as training
@@ -46,7 +46,7 @@ from tests.host_waits import OPERATORS, HostWaits
 class Sizes:
     """An attention kernel that computes nothing."""
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(self, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:

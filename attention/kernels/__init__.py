@@ -4,11 +4,11 @@ import logging
 from functools import cache
 
 from longctx.attention.kernels import cpu, reference, triton
-from longctx.attention.kernels.contract import Kernel, Mode, Request
+from longctx.attention.kernels.contract import Kernel, KernelRequest, Mode
 from longctx.attention.kernels.flash import Flash
 from longctx.errors import UserError
 
-__all__ = ["KERNELS", "Kernel", "KernelError", "Mode", "Request", "choose_kernel", "kernel_name"]
+__all__ = ["KERNELS", "Kernel", "KernelError", "KernelRequest", "Mode", "choose_kernel", "kernel_name"]
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ KERNELS: dict[str, Kernel] = {"flash": Flash(), "cpu": cpu, "triton": triton, "r
 
 
 @cache
-def choose_kernel(name: str, request: Request) -> Kernel:
+def choose_kernel(name: str, request: KernelRequest) -> Kernel:
     """Returns the kernel called `name`, or for `auto` the first one that supports the request; logs the choice once.
 
     Raises KernelError if the kernel does not exist or does not support the request.
@@ -35,7 +35,7 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     raise KernelError(f"no attention kernel supports these tensors: {'; '.join(refusals)}")
 
 
-def kernel_name(name: str, request: Request) -> str:
+def kernel_name(name: str, request: KernelRequest) -> str:
     """Returns the name of the kernel that `choose_kernel` returns; of the flash kernel, the name of its library."""
     kernel = choose_kernel(name, request)
     if isinstance(kernel, Flash):

@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import torch
 
-from longctx.attention.kernels import Request, choose_kernel
+from longctx.attention.kernels import KernelRequest, choose_kernel
 from longctx.attention.kernels.contract import Mode
 from longctx.attention.segments import Segment
 
@@ -16,7 +16,7 @@ MANY = 257
 """Sequences of a call for which flash-attn 4 has other variants."""
 
 
-def compile_variants(kernel: str, request: Request, heads: tuple[int, int], *, window: bool) -> None:
+def compile_variants(kernel: str, request: KernelRequest, heads: tuple[int, int], *, window: bool) -> None:
     """Runs a kernel on small random tensors in every way that a layer calls it, forward and backward, so that it compiles now.
 
     Args:

@@ -23,7 +23,7 @@ from longctx.attention.segments import Segments
 
 
 @dataclass(frozen=True)
-class Request:
+class KernelRequest:
     """The properties of a call that a kernel must support.
 
     `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Mode`. `elements`:
@@ -46,14 +46,14 @@ PADDING = 128
 """Rows that libraries add to a sequence in some of their buffers, at most."""
 
 
-def request_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **properties: bool) -> Request:
+def request_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **properties: bool) -> KernelRequest:
     """Returns the request of a call, with its other properties."""
     rows = PADDING * (2 * len(segments) + 1)  # rows between segments are sequences too
     sizes = [(len(x) + rows) * x.shape[1] * max(x.shape[2], v.shape[2]) for x in (q, k)]
     largest = max(*sizes, *(len(x) * x.stride(0) for x in (q, k, v)))
     step = MOST_ELEMENTS // 8  # kernels are chosen once for a request
     large = largest // step * step if largest >= MOST_ELEMENTS else 0
-    return Request(q.device.type, q.dtype, q.shape[2], v.shape[2], elements=large, **properties)
+    return KernelRequest(q.device.type, q.dtype, q.shape[2], v.shape[2], elements=large, **properties)
 
 
 class Mode(NamedTuple):
@@ -74,7 +74,7 @@ DEFAULT = Mode()
 class Kernel(Protocol):
     """The interface above, as implemented by a module."""
 
-    def refusal(self, request: Request) -> str | None: ...
+    def refusal(self, request: KernelRequest) -> str | None: ...
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
 from longctx.attention.segments import Segments, visible
 
 BLOCK = 256
@@ -19,7 +19,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def refusal(request: Request) -> str | None:
+def refusal(request: KernelRequest) -> str | None:
     """Implements `contract`."""
     if request.device != "cpu":
         return f"runs on the CPU, not on {request.device}"

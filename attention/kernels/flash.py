@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import DEFAULT, MOST_ELEMENTS, Mode, Request, request_of
+from longctx.attention.kernels.contract import DEFAULT, MOST_ELEMENTS, KernelRequest, Mode, request_of
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Scores, Sequences
 from longctx.attention.kernels.repeatability import differs
@@ -41,12 +41,12 @@ class Flash:
         self.library = cache(self._choose)
         """Returns the library for a request and logs it once, or the reason why none supports it."""
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         """Implements `contract`."""
         found = self.library(replace(request, bands=False))  # all libraries support them
         return found if isinstance(found, str) else None
 
-    def chosen(self, request: Request) -> Library:
+    def chosen(self, request: KernelRequest) -> Library:
         """Returns the library that runs a request. Raises UserError if none supports it."""
         found = self.library(replace(request, bands=False))
         if isinstance(found, str):
@@ -106,7 +106,7 @@ class Flash:
         dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
         return dq, dk, dv
 
-    def _choose(self, request: Request) -> Library | str:
+    def _choose(self, request: KernelRequest) -> Library | str:
         if request.device != "cuda":
             return f"runs on CUDA devices, not on {request.device}"
         if request.dtype not in (torch.bfloat16, torch.float16):
@@ -145,7 +145,7 @@ class Flash:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LibraryCall:
     """One library call.
 
     Attributes:
@@ -172,7 +172,7 @@ def _fill(rows: torch.Tensor | None, *tensors: tuple[torch.Tensor, float]) -> No
             tensor.index_fill_(0, rows, value)
 
 
-def _plans_for(q: torch.Tensor, k: torch.Tensor, segments: Segments) -> tuple[_Plan, ...]:
+def _plans_for(q: torch.Tensor, k: torch.Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
     return _plans(tuple(segments), len(q), len(k), q.device, stream)
 
@@ -181,7 +181,7 @@ def _plans_for(q: torch.Tensor, k: torch.Tensor, segments: Segments) -> tuple[_P
 @lru_cache(maxsize=256)
 def _plans(
     segments: tuple[Segment, ...], q_rows: int, k_rows: int, device: torch.device, stream: int | None
-) -> tuple[_Plan, ...]:
+) -> tuple[_LibraryCall, ...]:
     """Returns the calls for `segments`, with tables on `device`; use them only on `stream`, which copies the tables."""
     return tuple(_plan(group, window, q_rows, k_rows, device) for window, group in _groups(segments))
 
@@ -213,7 +213,7 @@ def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
     return groups
 
 
-def _plan(segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int, device: torch.device) -> _Plan:
+def _plan(segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int, device: torch.device) -> _LibraryCall:
     segments = sorted(segments)
     gathered = any(before.k_stop > after.k_start for before, after in pairwise(segments))
     edges_q, edges_k = [0], [0]
@@ -235,7 +235,7 @@ def _plan(segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int,
         add(segment.q_stop - segment.q_start, segment.k_stop - segment.k_start)
     add(q_rows - edges_q[-1], 0)
     add(0, 0 if gathered else k_rows - edges_k[-1])
-    return _Plan(
+    return _LibraryCall(
         Sequences(
             copy_to(torch.tensor(edges_q, dtype=torch.int32), device),
             copy_to(torch.tensor(edges_k, dtype=torch.int32), device),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longctx.attention.kernels.contract import Mode, Request
+from longctx.attention.kernels.contract import KernelRequest, Mode
 from longctx.attention.kernels.flash_library import (
     HOPPER_OR_BLACKWELL,
     Capability,
@@ -86,7 +86,7 @@ def _keep_compiled() -> None:
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash-attn-4"))
 
 
-def refusal(request: Request, capability: Capability) -> str | None:
+def refusal(request: KernelRequest, capability: Capability) -> str | None:
     if capability[0] not in HOPPER_OR_BLACKWELL:
         # On other GPUs it is not faster than flash-attn 2.
         return f"is used only on Hopper and data-center Blackwell, not on capability {capability}"

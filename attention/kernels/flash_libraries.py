@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import flash_4
-from longctx.attention.kernels.contract import Mode, Request
+from longctx.attention.kernels.contract import KernelRequest, Mode
 from longctx.attention.kernels.flash_library import (
     Capability,
     Gradients,
@@ -44,7 +44,7 @@ def _missing_3() -> str | None:
     return f"{why}: build the folder hopper of github.com/Dao-AILab/flash-attention" if why else None
 
 
-def _refusal_3(request: Request, capability: Capability) -> str | None:
+def _refusal_3(request: KernelRequest, capability: Capability) -> str | None:
     if capability[0] != 9:
         return f"supports only Hopper, not capability {capability}"
     sizes = request.head_dim, request.v_head_dim
@@ -87,7 +87,7 @@ def _missing_2() -> str | None:
     return None if (int(major), int(minor)) >= (2, 8) else f"{version} is too old: install 2.8 or newer"
 
 
-def _refusal_2(request: Request, capability: Capability) -> str | None:
+def _refusal_2(request: KernelRequest, capability: Capability) -> str | None:
     if capability[0] < 8:
         return f"needs Ampere or newer, not capability {capability}"
     return unequal(request) or too_large(request, 256)
@@ -125,7 +125,7 @@ def _missing_torch() -> str | None:
     return None if torch.backends.cuda.is_flash_attention_available() else "this build of torch has no flash attention"
 
 
-def _refusal_torch(request: Request, capability: Capability) -> str | None:
+def _refusal_torch(request: KernelRequest, capability: Capability) -> str | None:
     return "does not support a soft cap" if request.softcap else _refusal_2(request, capability)
 
 

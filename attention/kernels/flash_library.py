@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from longctx.attention.kernels.contract import Mode, Request
+from longctx.attention.kernels.contract import KernelRequest, Mode
 
 Capability = tuple[int, int]
 
@@ -89,7 +89,7 @@ class Library:
 
     name: str
     missing: Callable[[], str | None]
-    refusal: Callable[[Request, Capability], str | None]
+    refusal: Callable[[KernelRequest, Capability], str | None]
     forward: Forward
     backward: Backward
     made_for_hopper: bool = False
@@ -107,13 +107,13 @@ def import_error(module: str) -> str | None:
     return None
 
 
-def unequal(request: Request) -> str | None:
+def unequal(request: KernelRequest) -> str | None:
     if request.head_dim != request.v_head_dim:
         return f"needs equal head sizes of k and v, not {request.head_dim} and {request.v_head_dim}"
     return None
 
 
-def too_large(request: Request, largest: int) -> str | None:
+def too_large(request: KernelRequest, largest: int) -> str | None:
     size = max(request.head_dim, request.v_head_dim)
     return f"supports head sizes up to {largest}, not {size}" if size > largest else None
 

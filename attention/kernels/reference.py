@@ -2,11 +2,11 @@
 
 import torch
 
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
 from longctx.attention.segments import Segment, Segments, visible
 
 
-def refusal(request: Request) -> str | None:
+def refusal(request: KernelRequest) -> str | None:
     """Implements `contract`; never refuses."""
     return None
 

@@ -6,7 +6,7 @@ request 1893), and no version number tells builds apart. So a few calls decide, 
 
 import torch
 
-from longctx.attention.kernels.contract import Mode, Request
+from longctx.attention.kernels.contract import KernelRequest, Mode
 from longctx.attention.kernels.flash_library import Library, Scores, Sequences
 
 TOKENS = 2048
@@ -15,7 +15,7 @@ HEADS, KV_HEADS = 8, 2
 REPEATS = 8
 
 
-def differs(library: Library, request: Request) -> str | None:
+def differs(library: Library, request: KernelRequest) -> str | None:
     """Returns why the deterministic backward of a library is not deterministic for a request, or None."""
     generator = torch.Generator(request.device).manual_seed(0)
     dim, v_dim = request.head_dim, request.v_head_dim

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
 
@@ -78,7 +78,7 @@ INTERPRETED_BLOCKS = Blocks(32, 16, 1, 1)
 """Small, so that small tests cover blocks of every kind."""
 
 
-def refusal(request: Request) -> str | None:
+def refusal(request: KernelRequest) -> str | None:
     """Implements `contract`."""
     if find_spec("triton") is None:
         return "needs Triton: pip install triton (it comes with PyTorch's builds for CUDA)"
@@ -101,7 +101,7 @@ def forward(
     mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
-    run = _Run(q, k, v, segments, scale, softcap)
+    run = _KernelLaunch(q, k, v, segments, scale, softcap)
     q_, k_, v_ = (run.readable(x) for x in (q, k, v))
     out = q_.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = out.new_empty(out.shape[:2], dtype=torch.float32)
@@ -127,7 +127,7 @@ def backward(
     mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
-    run = _Run(q, k, v, segments, scale, softcap)
+    run = _KernelLaunch(q, k, v, segments, scale, softcap)
     dout_, q_, k_, v_, out_ = (run.readable(x) for x in (dout, q, k, v, out))
     dq, dk, dv = q_.new_empty(q.shape), k_.new_empty(k.shape), v_.new_empty(v.shape)
     statistics = lse.new_empty(2, q.shape[1], q.shape[0])
@@ -152,7 +152,7 @@ class Tiles(NamedTuple):
     rows: int
 
 
-class _Run:
+class _KernelLaunch:
     """State shared by the launches of one call."""
 
     def __init__(

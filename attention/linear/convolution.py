@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from longctx.attention.linear.segments import Messages, Segments, halo_messages
+from longctx.attention.linear.segments import Messages, RankSegments, halo_messages
 from longctx.attention.linear.sending import MakeExchange, receive
 from longctx.attention.segment_builder import row_index
 
@@ -26,7 +26,7 @@ class Halo:
     outputs: torch.Tensor
 
     @classmethod
-    def build(cls, segments: Segments, width: int, device: torch.device | str) -> "Halo":
+    def build(cls, segments: RankSegments, width: int, device: torch.device | str) -> "Halo":
         """Builds the halo of `width` rows of every segment; index tensors are on `device`."""
         messages = halo_messages(segments, width, device)
         rows = sum(len(segment.rows) for segment in segments.own)

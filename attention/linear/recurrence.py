@@ -10,7 +10,7 @@ import torch.distributed as dist
 from longctx.attention.exchange import Exchange
 from longctx.attention.linear.convolution import Halo, convolve
 from longctx.attention.linear.scan import Scan, linear_attention
-from longctx.attention.linear.segments import Segments
+from longctx.attention.linear.segments import RankSegments
 from longctx.attention.linear.sending import MakeExchange
 from longctx.planning.layout import Layout
 
@@ -41,12 +41,12 @@ class Recurrence:
         group: process group of the domain, ranks in order; None: the default group. Not used if no document is split.
         exchange: class that moves the rows.
         """
-        self._segments_of = Segments.alone if layout is None else partial(Segments.of, layout)
+        self._segments_of = RankSegments.alone if layout is None else partial(RankSegments.of, layout)
         self._name = "" if layout is None else f"micro-batch {layout.micro_batch}, "
         self._group, self._exchange = group, exchange
         self.last = "before the first layer"
         """Layer that this rank entered last, for error messages."""
-        self._segments: dict[int, Segments] = {}
+        self._segments: dict[int, RankSegments] = {}
         self._halos: dict[tuple[int, int, torch.device], Halo] = {}
         self._scans: dict[tuple[int, torch.device], Scan] = {}
 
@@ -79,7 +79,7 @@ class Recurrence:
             self._scans[key] = Scan.build(self._segments_with(len(q)), q.device)
         return linear_attention(q, k, v, decay, beta, self._scans[key], self._make("linear attention", layer))
 
-    def _segments_with(self, rows: int) -> Segments:
+    def _segments_with(self, rows: int) -> RankSegments:
         if rows not in self._segments:
             self._segments[rows] = self._segments_of(rows)
         return self._segments[rows]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from longctx.attention.linear.chunked import Chunks, scan_chunks
-from longctx.attention.linear.segments import Messages, Segment, Segments, carried_rows, state_messages
+from longctx.attention.linear.segments import Messages, RankSegment, RankSegments, carried_rows, state_messages
 from longctx.attention.linear.sending import MakeExchange, receive
 from longctx.attention.segment_builder import RowSet, row_index
 
@@ -24,12 +24,12 @@ Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 class Group:
     """Some segments of a buffer: their rows, and their chunks."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[RankSegment, ...]
     rows: RowSet
     chunks: Chunks
 
     @classmethod
-    def of(cls, segments: list[Segment], device: torch.device | str) -> "Group | None":
+    def of(cls, segments: list[RankSegment], device: torch.device | str) -> "Group | None":
         if not segments:
             return None
         ranges = [segment.rows for segment in segments]
@@ -68,7 +68,7 @@ class Scan:
     before: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def build(cls, segments: Segments, device: torch.device | str) -> "Scan":
+    def build(cls, segments: RankSegments, device: torch.device | str) -> "Scan":
         """Builds the scan; index tensors are on `device`."""
         first = [segment for segment in segments.own if not segment.place]
         later = [segment for segment in segments.own if segment.place]

@@ -1,4 +1,4 @@
-"""Segments: what a rank holds of each document as runs of consecutive positions, and the messages between them.
+"""RankSegments: what a rank holds of each document as runs of consecutive positions, and the messages between them.
 
 Layers that carry a state along a document, and convolutions, need what comes before a segment. Ring index r of a document holds
 its head and its tail, each a segment, or one segment if they are adjacent. So a document of degree n is a chain of up to 2n
@@ -26,7 +26,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RankSegment:
     """One segment of this rank: buffer rows [row, row + stop - start) are positions [start, stop) of a document.
 
     `place` is its number in the chain of the document, which has `count` segments. `document` numbers this rank's documents.
@@ -50,7 +50,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Segments:
+class RankSegments:
     """The segments of a buffer.
 
     Attributes:
@@ -61,10 +61,10 @@ class Segments:
 
     shards: tuple[Shard, ...]
     chains: tuple[tuple[Link, ...], ...]
-    own: tuple[Segment, ...]
+    own: tuple[RankSegment, ...]
 
     @classmethod
-    def of(cls, layout: Layout, rows: int) -> "Segments":
+    def of(cls, layout: Layout, rows: int) -> "RankSegments":
         """Returns the segments of a layout in a buffer of `rows` rows; those after its tokens are a document of their own.
 
         Raises ValueError if the buffer has fewer rows than the layout.
@@ -76,19 +76,19 @@ class Segments:
             )
         chains = tuple(map(chain_of, layout.shards))
         own = [
-            Segment(document, place, len(chain), link.start, link.stop, shard.rows(link.start, link.stop).start)
+            RankSegment(document, place, len(chain), link.start, link.stop, shard.rows(link.start, link.stop).start)
             for document, (shard, chain) in enumerate(zip(layout.shards, chains, strict=True))
             for place, link in enumerate(chain)
             if link.ring_index == shard.ring_index
         ]
         if layout.tokens < rows:
-            own.append(Segment(len(chains), 0, 1, 0, rows - layout.tokens, layout.tokens))
+            own.append(RankSegment(len(chains), 0, 1, 0, rows - layout.tokens, layout.tokens))
         return cls(layout.shards, chains, tuple(own))
 
     @classmethod
-    def alone(cls, rows: int) -> "Segments":
+    def alone(cls, rows: int) -> "RankSegments":
         """Returns segments of which each is a document of one token."""
-        return cls((), (), tuple(Segment(row, 0, 1, 0, 1, row) for row in range(rows)))
+        return cls((), (), tuple(RankSegment(row, 0, 1, 0, 1, row) for row in range(rows)))
 
 
 def chain_of(shard: Shard) -> tuple[Link, ...]:
@@ -148,7 +148,7 @@ class Messages:
         return cls(hop, {item: place for place, item in enumerate(arriving)})
 
 
-def halo_messages(segments: Segments, width: int, device: torch.device | str) -> Messages:
+def halo_messages(segments: RankSegments, width: int, device: torch.device | str) -> Messages:
     """Returns the messages that bring each segment the `width` rows before it; items are positions."""
 
     def needs(document: int, target: int) -> list[tuple[int, int]]:
@@ -170,7 +170,7 @@ def halo_messages(segments: Segments, width: int, device: torch.device | str) ->
     return Messages.build(segments.shards, needs, row, device)
 
 
-def state_messages(segments: Segments, device: torch.device | str) -> Messages:
+def state_messages(segments: RankSegments, device: torch.device | str) -> Messages:
     """Returns the messages that bring each rank the states of all segments before its own; items are places in the chain.
 
     Rows are numbered as in `carried_rows`.
@@ -185,7 +185,7 @@ def state_messages(segments: Segments, device: torch.device | str) -> Messages:
     return Messages.build(segments.shards, needs, rows.__getitem__, device)
 
 
-def carried_rows(segments: Segments) -> dict[Item, int]:
+def carried_rows(segments: RankSegments) -> dict[Item, int]:
     """Returns the row of the state of each own segment that others follow, by (document, place)."""
     carried = [(segment.document, segment.place) for segment in segments.own if segment.carried]
     return {item: row for row, item in enumerate(carried)}

@@ -28,7 +28,7 @@ from longctx.units import whole_number
 if TYPE_CHECKING:
     from longctx.comparison.modelled import Case, PlannerRow
     from longctx.comparison.steps import LengthSource
-    from longctx.planning.cost.hardware_profile import HardwareProfile
+    from longctx.planning.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
 
 SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"

@@ -10,7 +10,7 @@ from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.data.store import Store
-    from longctx.model.spec import ModelSpec
+    from longctx.planning.cost.spec import ModelSpec
 
 SUMMARY = "Estimate the peak memory per rank, as configured and for every choice of recomputation and resharding"
 OVERRIDES = True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from longctx.commands.output import given_options
 from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
-from longctx.planning.cost.hardware_profile import shipped_profiles
+from longctx.planning.hardware_profile import shipped_profiles
 from longctx.units import whole_number
 
 if TYPE_CHECKING:

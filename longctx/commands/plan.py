@@ -17,7 +17,8 @@ from longctx.commands.lengths import (
 )
 from longctx.commands.output import check_picture
 from longctx.model.presets import PRESETS
-from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
+from longctx.planning.pipeline import SCHEDULES, Pipeline
+from longctx.planning.plan import MODES
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-rank", type=int, required=True, metavar="T", help="maximum tokens per rank in one micro-batch"
     )
     parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
-    parser.add_argument(
-        "--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen; see context.mode"
-    )
+    parser.add_argument("--mode", choices=MODES, default="auto", help="how degrees are chosen; see context.mode")
     parser.add_argument("--degree", type=int, help="degree in mode static (default: the best one)")
     parser.add_argument(
         "--bins",
@@ -69,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.check import check_settings
     from longctx.planning.cost.bounds import tight_bound_s
-    from longctx.planning.planner import make_plan
     from longctx.planning.planners.bins import derived_bins
+    from longctx.planning.planners.planner import make_plan
     from longctx.plots.bins import fill_bins, print_bins
     from longctx.training.run_profile import preset_profile
 
@@ -141,6 +140,8 @@ def _save(plan: "Plan", baseline: "Plan | None", source: str, path: Path) -> Non
 
 def parse_bins(text: str) -> dict[int, int]:
     """Parses `8192:1,32768:4` as {8192: 1, 32768: 4}."""
+    from longctx.planning.planners.bins import table_problem
+
     bins: dict[int, int] = {}
     for part in text.split(","):
         length, degree = (whole_number(number.strip()) for number in part.partition(":")[::2])
@@ -149,8 +150,8 @@ def parse_bins(text: str) -> dict[int, int]:
         if length in bins:
             raise argparse.ArgumentTypeError(f"bin {length} is given twice")
         bins[length] = degree
-    if list(bins) != sorted(bins) or list(bins.values()) != sorted(bins.values()):
-        raise argparse.ArgumentTypeError(f"{text!r}: lengths must be ascending, and degrees must not decrease with length")
+    if problem := table_problem(bins):
+        raise argparse.ArgumentTypeError(f"{text!r}: {'; '.join(problem)}")
     return bins
 
 

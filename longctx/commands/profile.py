@@ -62,7 +62,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     import torch
 
     from longctx.parallel.device import prepare_device
-    from longctx.planning.cost.hardware_profile import HardwareProfile
+    from longctx.planning.hardware_profile import HardwareProfile
     from longctx.profiling.measure import measure_profile
     from longctx.training.build import join_run
     from longctx.training.run_profile import default_profile

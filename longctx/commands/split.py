@@ -11,7 +11,7 @@ from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 
 if TYPE_CHECKING:
-    from longctx.model.spec import ModelSpec
+    from longctx.planning.cost.spec import ModelSpec
 
 SUMMARY = "Search for the best split of GPUs into tensor, pipeline and domain ranks, without training"
 OVERRIDES = True

@@ -17,11 +17,11 @@ from longctx.comparison.baselines import BASELINES, Baseline, MissingBaseline, p
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
+from longctx.planning.cost.rounds import plan_score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planner import make_plan
-from longctx.planning.rounds import plan_score
+from longctx.planning.planners.planner import make_plan
 
 TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
     name: b.title for name, b in BASELINES.items()

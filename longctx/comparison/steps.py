@@ -18,7 +18,7 @@ from longctx.data.sampler import Sampler, SamplerError, first_lengths
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.planning.check import check_lengths, check_settings
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
 

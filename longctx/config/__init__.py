@@ -1,6 +1,6 @@
 """Settings of a run: typed sections with defaults, read from a YAML file and dotted overrides, and checked before use.
 
-`settings` declares the sections, `run` combines them, `reading` loads them, `rules` checks
+`settings` declares the sections, `run` combines them, `reading` loads them, `combinations` and `rules` check
 constraints across settings, `describe` writes the help.
 """
 

@@ -3,7 +3,7 @@
 import textwrap
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -39,6 +39,8 @@ def _wrapped(text: str) -> list[str]:
 
 def _type_name(annotation: Any) -> str:
     """Returns a type as the help shows it: `int`, `split|drop|error`, `{int: int}`, `[float, float]`, `[text, ..]`."""
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return "|".join("null" if choice is NoneType else _type_name(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:

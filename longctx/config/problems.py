@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import yaml
+from pydantic import BaseModel
 
 from longctx.errors import LONGEST_MESSAGE, UserError, shortened
 
@@ -33,6 +34,8 @@ def plain(value: object) -> object:
         return [plain(item) for item in value]
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, BaseModel):
+        return plain(value.model_dump(exclude_none=True))
     return str(value) if isinstance(value, Path) else value
 
 

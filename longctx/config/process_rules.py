@@ -53,3 +53,14 @@ def domain_rules(config: Config, world_size: int) -> Iterator[Problem]:
         fix = f"set it to {longest} or less, raise batch.tokens_per_rank, the degree or the last bin, or start more processes"
         others = ("batch.tokens_per_rank", "context.degree", "context.bins")
         yield Problem("data.max_length", wanted, rule, fix, others)
+
+
+def expert_mesh_rules(config: Config, world_size: int) -> Iterator[Problem]:
+    """Checks that the expert parallel size divides the ranks that share a copy of the weights."""
+    expert, domain = config.parallel.expert_parallel_size, config.domain(world_size)
+    shards = config.parallel.shard_ranks or domain
+    if shards % expert:
+        what = "parallel.shard_ranks" if config.parallel.shard_ranks else "the number of ranks in the domain"
+        more = f"set parallel.shard_ranks to a multiple of {expert}" if config.parallel.shard_ranks else "start more processes"
+        fix = f"set it to a divisor of {shards} that divides the experts, or {more}"
+        yield Problem("parallel.expert_parallel_size", expert, f"must divide {what}, {shards}", fix)

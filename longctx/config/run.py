@@ -26,9 +26,9 @@ from longctx.config.settings import (
     TrainSection,
 )
 from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
-from longctx.model.spec import ModelSpec
-from longctx.planning.cost.pipeline import Pipeline
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import longest_document
+from longctx.planning.pipeline import Pipeline
 
 FLOAT8_ROWS = 16
 """Sizes of float8 products must be multiples of this."""

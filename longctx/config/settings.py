@@ -1,7 +1,7 @@
 """Declares the settings: one class per section, one field per setting, each with type, default, bounds and description."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -10,49 +10,51 @@ from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import Lora
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
+from longctx.planning.pipeline import Schedule
+from longctx.planning.plan import Mode
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
 """Upper bound on tokens, steps and other numbers; keeps costs within 64 bits."""
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+AnyPath = Annotated[Path, Field(strict=False)]
 
 
 class Section(BaseModel):
-    """Base of all sections. Rejects unknown keys and values of another type, such as `steps: true` or `steps: "20"`."""
+    """Base of all sections. Rejects unknown keys and values of another type, such as `steps: true` or `steps: "20"`.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    Docstrings of fields are their descriptions.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split())
 
 
-def _path(default: str | None, description: str) -> Any:
-    return Field(None if default is None else Path(default), strict=False, description=description)
+class _Start(Section):
+    preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
+    from_pretrained: str | None = None
+    """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"""
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    """code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or pipeline parallelism,
+    otherwise transformers"""
 
 
 _SIZES: dict[str, Any] = {
-    "preset": (str, Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")),
-    "from_pretrained": (
-        str | None,
-        Field(
-            None, description="checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"
-        ),
-    ),
-    "implementation": (
-        Literal["auto", "native", "transformers"],
-        Field(
-            "auto",
-            description="code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or "
-            "pipeline parallelism, otherwise transformers",
-        ),
-    ),
-    **{
-        name: (size.annotation | None, Field(None, description=f"{size.description} (null: the preset's)"))
-        for name, size in ModelShape.model_fields.items()
-        if size.annotation
-    },
-    "vocab_size": (int | None, Field(None, description="entries of the embedding (null: size of the store's tokenizer)")),
+    name: (size.annotation | None, Field(None, description=f"{size.description} (null: the preset's)"))
+    for name, size in ModelShape.model_fields.items()
+    if size.annotation
 }
-"""Settings of the model. ModelShape has the bounds of those that replace sizes of the preset."""
+_SIZES["vocab_size"] = (int | None, Field(None, description="entries of the embedding (null: size of the store's tokenizer)"))
+"""A setting, such as `hidden_size`, for each field of ModelShape, which has its bounds."""
 
 
-class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: ignore[misc]  # a setting for each size
+class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: ignore[misc]  # mypy follows no fields from there
     """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
 
     @property
@@ -92,16 +94,15 @@ class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: 
 class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
-    rank: int | None = Field(
-        None, ge=1, le=LARGEST, description="rank of the adapters (null: no LoRA, all weights are trained)"
-    )
-    alpha: float | None = Field(None, gt=0, description="adapter outputs are scaled by alpha / rank (null: 2 · rank)")
-    dropout: float = Field(0.0, ge=0, le=1, description="must be 0: LoRA dropout would depend on how documents are split")
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        "all-linear",
-        description="linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: "
-        "every linear layer but the output head (experts stored as one parameter are not linear layers)",
-    )
+    rank: Count | None = None
+    """rank of the adapters (null: no LoRA, all weights are trained)"""
+    alpha: float | None = Field(None, gt=0)
+    """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
+    dropout: float = Field(0.0, ge=0, le=1)
+    """must be 0: LoRA dropout would depend on how documents are split"""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
+    layer but the output head (experts stored as one parameter are not linear layers)"""
 
     @property
     def adapters(self) -> Lora | None:
@@ -115,33 +116,30 @@ class LoraSection(Section):
 class DpoSection(Section):
     """preference tuning by DPO on pairs of chosen and rejected completions; the initial model is the reference"""
 
-    beta: float | None = Field(
-        None, gt=0, description="beta of the DPO loss; larger stays closer to the reference, 0.1 is usual (null: no DPO)"
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="assumed share of pairs with swapped labels, as in conservative DPO"
-    )
+    beta: float | None = Field(None, gt=0)
+    """beta of the DPO loss; larger stays closer to the reference, 0.1 is usual (null: no DPO)"""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """assumed share of pairs with swapped labels, as in conservative DPO"""
 
 
 class MaskedSection(Section):
     """masked-token training of an encoder: attention in both directions, and labels at masked tokens"""
 
-    share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of tokens, special ones apart, that are masked and predicted; 0.15 in BERT, 0.3 in ModernBERT "
-        "(null: next tokens are predicted)",
-    )
-    random: float = Field(0.1, ge=0, le=1, description="share of masked tokens that are replaced by a random token")
-    kept: float = Field(0.1, ge=0, le=1, description="share of masked tokens that stay; all others become the mask token")
-    token: str | None = Field(None, description="mask token (null: [MASK], <mask> or <|mask|>, which the tokenizer has)")
+    share: float | None = Field(None, gt=0, le=1)
+    """share of tokens, special ones apart, that are masked and predicted; 0.15 in BERT, 0.3 in ModernBERT (null: next tokens
+    are predicted)"""
+    random: float = Field(0.1, ge=0, le=1)
+    """share of masked tokens that are replaced by a random token"""
+    kept: float = Field(0.1, ge=0, le=1)
+    """share of masked tokens that stay; all others become the mask token"""
+    token: str | None = None
+    """mask token (null: [MASK], <mask> or <|mask|>, which the tokenizer has)"""
 
 
 class StoreSetting(Section):
     """one of several stores"""
 
-    path: Path = Field(strict=False)
+    path: AnyPath
     weight: float | None = Field(None, gt=0)
     epochs: float | None = Field(None, gt=0)
 
@@ -149,25 +147,19 @@ class StoreSetting(Section):
 class DataSection(Section):
     """training documents"""
 
-    store: Path | None = _path("stores/python-stdlib", "folder written by `longctx prepare` (null: use data.stores)")
-    stores: list[StoreSetting] | None = Field(
-        None,
-        description="several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, "
-        "weight: 1}]; epochs instead of weight, for all stores, sets the relative number of passes over each store",
-    )
-    tokenizer: Path | None = _path(None, "tokenizer.json that the store must have been made with (null: not checked)")
-    long_documents: Literal["split", "drop", "error"] = Field(
-        "split", description="treatment of documents longer than max_length; DPO pairs cannot be split: use drop or error"
-    )
-    max_length: int | None = Field(
-        None, ge=1, le=LARGEST, description="maximum document length in tokens (null: the most that the domain can hold)"
-    )
-    held_out: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of documents, chosen by a hash of their names, held out for validation and never trained on",
-    )
+    store: AnyPath | None = Path("stores/python-stdlib")
+    """folder written by `longctx prepare` (null: use data.stores)"""
+    stores: list[StoreSetting] | None = None
+    """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: 1}]; epochs
+    instead of weight, for all stores, sets the relative number of passes over each store"""
+    tokenizer: AnyPath | None = None
+    """tokenizer.json that the store must have been made with (null: not checked)"""
+    long_documents: Literal["split", "drop", "error"] = "split"
+    """treatment of documents longer than max_length; DPO pairs cannot be split: use drop or error"""
+    max_length: Count | None = None
+    """maximum document length in tokens (null: the most that the domain can hold)"""
+    held_out: float = Field(0.0, ge=0, lt=1)
+    """share of documents, chosen by a hash of their names, held out for validation and never trained on"""
 
     @model_validator(mode="before")
     @classmethod
@@ -191,272 +183,194 @@ class DataSection(Section):
 class BatchSection(Section):
     """tokens per step and per rank"""
 
-    global_tokens: int = Field(
-        65536,
-        ge=1,
-        le=LARGEST,
-        description="tokens per step, over all ranks: documents are drawn until a step has at least this many",
-    )
-    tokens_per_rank: int = Field(8192, ge=1, le=LARGEST, description="token budget: maximum tokens per rank in one micro-batch")
-    pad_to_multiple_of: int = Field(1, ge=1, le=LARGEST, description="pad the tokens of each rank to a multiple of this")
+    global_tokens: Count = 65536
+    """tokens per step, over all ranks: documents are drawn until a step has at least this many"""
+    tokens_per_rank: Count = 8192
+    """token budget: maximum tokens per rank in one micro-batch"""
+    pad_to_multiple_of: Count = 1
+    """pad the tokens of each rank to a multiple of this"""
 
 
 class ContextSection(Section):
     """context parallelism; the degree of a document is the number of ranks that it is split over"""
 
-    mode: Literal["auto", "static", "bins"] = Field(
-        "auto",
-        description="auto: the planner chooses the degree of every document; static: one degree for all documents; bins: the "
-        "degree by document length, from a table",
-    )
-    degree: int | None = Field(
-        None, ge=1, le=MOST_RANKS, description="degree in mode static (null: the best degree of every step)"
-    )
-    bins: dict[int, int] | None = Field(
-        None, description="table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"
-    )
-    profile: str | None = Field(
-        None,
-        description="hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are "
-        "scaled to the model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, "
-        "h100-nvlink-ib on other GPUs)",
-    )
-    max_remote_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=LARGEST,
-        description="split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need "
-        "less memory and more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, "
-        "three with two_level_exchange; a rank receives all tokens of its own node in one round",
-    )
-    keep_kv: bool | None = Field(
-        None,
-        description="keep received K and V until backward instead of receiving them again; needs more memory (null: only where "
-        "train.fit_memory finds room)",
-    )
-    two_level_exchange: bool = Field(
-        True,
-        description="in rings that cross nodes (see the profile's ranks_per_node), send K and V once to each node and forward "
-        "them inside the node; false: send them to every rank directly",
-    )
-    ulysses_degree: Literal["auto"] | int = Field(
-        1,
-        description="Ulysses degree: number of neighboring ranks that exchange heads for tokens (all-to-all) around ring "
-        "attention; auto: chosen by the cost model for every micro-batch; 1: rings only",
-    )
-    kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = Field(
-        "auto",
-        description="attention kernel; auto: the first of the others that supports the model and device; flash: the best "
-        "installed flash-attn (extra `flash`), otherwise torch's flash attention; cpu: torch's flash attention "
-        "for CPUs; triton: longctx's own for GPUs; reference: dense float64, slow",
-    )
-    deterministic: bool = Field(
-        False,
-        description="use the deterministic backward of flash attention on GPUs, which is slower: two runs, or a run and its "
-        "resumption, are then bit-identical on GPUs too; false: they agree to rounding there (no effect on a CPU, where they "
-        "always are bit-identical, and on the kernel triton)",
-    )
+    mode: Mode = "auto"
+    """auto: the planner chooses the degree of every document; static: one degree for all documents; bins: the degree by
+    document length, from a table"""
+    degree: Ranks | None = None
+    """degree in mode static (null: the best degree of every step)"""
+    bins: dict[Count, Ranks] | None = None
+    """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
+    profile: str | None = None
+    """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are scaled to the
+    model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, h100-nvlink-ib on other
+    GPUs)"""
+    max_remote_tokens: Count | None = None
+    """split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need less memory and
+    more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, three with
+    two_level_exchange; a rank receives all tokens of its own node in one round"""
+    keep_kv: bool | None = None
+    """keep received K and V until backward instead of receiving them again; needs more memory (null: only where
+    train.fit_memory finds room)"""
+    two_level_exchange: bool = True
+    """in rings that cross nodes (see the profile's ranks_per_node), send K and V once to each node and forward them inside the
+    node; false: send them to every rank directly"""
+    ulysses_degree: Literal["auto"] | int = 1
+    """Ulysses degree: number of neighboring ranks that exchange heads for tokens (all-to-all) around ring attention; auto:
+    chosen by the cost model for every micro-batch; 1: rings only"""
+    kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = "auto"
+    """attention kernel; auto: the first of the others that supports the model and device; flash: the best installed flash-attn
+    (extra `flash`), otherwise torch's flash attention; cpu: torch's flash attention for CPUs; triton: longctx's own for GPUs;
+    reference: dense float64, slow"""
+    deterministic: bool = False
+    """use the deterministic backward of flash attention on GPUs, which is slower: two runs, or a run and its resumption, are
+    then bit-identical on GPUs too; false: they agree to rounding there (no effect on a CPU, where they always are
+    bit-identical, and on the kernel triton)"""
 
 
 class ParallelSection(Section):
     """tensor and pipeline parallelism, and sharding; the remaining ranks form the domain (data and context parallelism)"""
 
-    tensor_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=MOST_RANKS,
-        description="tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads",
-    )
-    pipeline_parallel_size: int = Field(
-        1, ge=1, le=MOST_RANKS, description="pipeline parallel size: ranks that the layers are split over"
-    )
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
-        "1f1b",
-        description="pipeline schedule; gpipe: all forward passes, then all backward; 1f1b: forward and backward alternate, "
-        "with the fewest activations in memory; interleaved: 1f1b with several stages per rank, for a smaller bubble; "
-        "zero-bubble: weight gradients are computed while a rank would wait",
-    )
-    pipeline_chunks: int = Field(
-        1,
-        ge=1,
-        le=MOST_RANKS,
-        description="pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble",
-    )
-    expert_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=MOST_RANKS,
-        description="expert parallel size: consecutive ranks of the domain that the experts of a mixture are split over, in "
-        "addition to tensor parallel ranks; tokens travel to their experts",
-    )
-    expert_max_load: float = Field(
-        2.0,
-        ge=1,
-        description="rows that the experts of a rank compute at once, as a multiple of an even share; if routing is less even, "
-        "all ranks compute in turns, and again in backward: no token is dropped",
-    )
-    shard_ranks: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_RANKS,
-        description="number of consecutive ranks of the domain over which weights, gradients and optimizer state are sharded, "
-        "such as the ranks of a node; other ranks hold replicas (null: all ranks; 1: no sharding, for small models)",
-    )
-    reshard_after: Literal["block", "micro_batch", "step"] = Field(
-        "block",
-        description="how long gathered weights stay in memory; block: gathered for the forward of a block and again for its "
-        "backward; micro_batch: gathered once per micro-batch; step: gathered once per step; micro_batch and step need more "
-        "memory and less communication",
-    )
-    reduce_after: Literal["micro_batch", "step"] = Field(
-        "step",
-        description="when gradients are reduced over ranks; step: once per step, with unsharded float32 gradients per rank "
-        "until then; micro_batch: after every micro-batch, with sharded gradients and more communication",
-    )
+    tensor_parallel_size: Ranks = 1
+    """tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads"""
+    pipeline_parallel_size: Ranks = 1
+    """pipeline parallel size: ranks that the layers are split over"""
+    pipeline_schedule: Schedule = "1f1b"
+    """pipeline schedule; gpipe: all forward passes, then all backward; 1f1b: forward and backward alternate, with the fewest
+    activations in memory; interleaved: 1f1b with several stages per rank, for a smaller bubble; zero-bubble: weight gradients
+    are computed while a rank would wait"""
+    pipeline_chunks: Ranks = 1
+    """pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble"""
+    expert_parallel_size: Ranks = 1
+    """expert parallel size: consecutive ranks of the domain that the experts of a mixture are split over, in addition to tensor
+    parallel ranks; tokens travel to their experts"""
+    expert_max_load: float = Field(2.0, ge=1)
+    """rows that the experts of a rank compute at once, as a multiple of an even share; if routing is less even, all ranks
+    compute in turns, and again in backward: no token is dropped"""
+    shard_ranks: Ranks | None = None
+    """number of consecutive ranks of the domain over which weights, gradients and optimizer state are sharded, such as the
+    ranks of a node; other ranks hold replicas (null: all ranks; 1: no sharding, for small models)"""
+    reshard_after: Literal["block", "micro_batch", "step"] = "block"
+    """how long gathered weights stay in memory; block: gathered for the forward of a block and again for its backward;
+    micro_batch: gathered once per micro-batch; step: gathered once per step; micro_batch and step need more memory and less
+    communication"""
+    reduce_after: Literal["micro_batch", "step"] = "step"
+    """when gradients are reduced over ranks; step: once per step, with unsharded float32 gradients per rank until then;
+    micro_batch: after every micro-batch, with sharded gradients and more communication"""
 
 
 class BalanceSection(Section):
     """balance of the experts of a mixture; the same whatever the plan"""
 
-    bias_rate: float | None = Field(
-        None,
-        ge=0,
-        description="how far the bias of each expert moves per step, towards an even use of experts over all tokens of the "
-        "step; without effect on models without such a bias (null: 0.001 as in DeepSeek-V3, 0 for a checkpoint)",
-    )
-    document_loss: float = Field(
-        0.0, ge=0, description="factor of the balance loss of each document, the sequence-wise loss of DeepSeek-V3 (0: none)"
-    )
-    z_loss: float = Field(0.0, ge=0, description="factor of the mean of log²Σexp of the router's logits (0: none)")
+    bias_rate: float | None = Field(None, ge=0)
+    """how far the bias of each expert moves per step, towards an even use of experts over all tokens of the step; without
+    effect on models without such a bias (null: 0.001 as in DeepSeek-V3, 0 for a checkpoint)"""
+    document_loss: float = Field(0.0, ge=0)
+    """factor of the balance loss of each document, the sequence-wise loss of DeepSeek-V3 (0: none)"""
+    z_loss: float = Field(0.0, ge=0)
+    """factor of the mean of log²Σexp of the router's logits (0: none)"""
 
 
 class TrainSection(Section):
     """steps, precision, memory and the run folder"""
 
-    steps: int = Field(100, ge=1, le=LARGEST, description="number of optimizer steps")
-    seed: int = Field(0, ge=0, le=(1 << 32) - 1, description="seed of the initial weights and the order of documents")
-    dtype: Literal["float32", "bfloat16"] | None = Field(
-        None,
-        description="dtype of forward and backward; trained weights and optimizer state stay float32 (null: bfloat16 on GPUs "
-        "and with float8, float32 on a CPU)",
-    )
-    float8: Literal["tensorwise", "rowwise"] | None = Field(
-        None,
-        description="compute the linear layers of the blocks in float8 by torchao (extra `gpu`); tensorwise: "
-        "one scale per tensor, faster; rowwise: one per row and column, more accurate; all else stays in dtype, which must be "
-        "bfloat16. Needs GPUs of compute capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)",
-    )
-    compile: bool | None = Field(
-        None,
-        description="compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not "
-        "with tensor parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)",
-    )
-    fused: bool | None = Field(
-        None,
-        description="fused norms and gated products from liger-kernel (extra `gpu`), in blocks of the native "
-        "decoder that are not compiled (null: on GPUs, if liger-kernel is installed and supports the other settings)",
-    )
-    recompute: Recompute = Field(
-        "none",
-        description="activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, "
-        "RoPE and activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but "
-        "attention; full: the whole block",
-    )
-    mlp_tile_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=LARGEST,
-        description="run the MLP on tiles of this many tokens and recompute each tile in backward, to save activation memory "
-        "(null: no tiles)",
-    )
-    offload_activations: bool = Field(
-        False, description="keep the inputs of recomputed blocks in host memory (no effect on a CPU)"
-    )
-    offload_optimizer: bool = Field(
-        False,
-        description="keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a "
-        "CPU)",
-    )
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="what a loss or gradient that is not finite does: stop the run, or skip the update, naming the documents; "
-        "a fourth such step in a row stops the run",
-    )
-    mtp_loss: float = Field(
-        0.1,
-        gt=0,
-        description="factor of the loss of multi-token prediction, the mean over model.num_nextn_predict_layers blocks; 0.3, "
-        "then 0.1 in DeepSeek-V3",
-    )
-    fit_memory: bool | None = Field(
-        None,
-        description="use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv "
-        "says otherwise, and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange "
-        "stages, resharding and others (null: on GPUs)",
-    )
-    peak_flops: float | None = Field(
-        None,
-        gt=0,
-        description="peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on a CPU)",
-    )
-    run_dir: Path = _path("runs/default", "folder for metrics, checkpoints and the resolved settings")
-    timeout_s: float = Field(
-        600.0, gt=0, le=30 * 86400, description="timeout of collectives in seconds; a rank silent for longer counts as dead"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if available, otherwise cpu")
+    steps: Count = 100
+    """number of optimizer steps"""
+    seed: int = Field(0, ge=0, le=(1 << 32) - 1)
+    """seed of the initial weights and the order of documents"""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """dtype of forward and backward; trained weights and optimizer state stay float32 (null: bfloat16 on GPUs and with float8,
+    float32 on a CPU)"""
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    """compute the linear layers of the blocks in float8 by torchao (extra `gpu`); tensorwise: one scale per tensor, faster;
+    rowwise: one per row and column, more accurate; all else stays in dtype, which must be bfloat16. Needs GPUs of compute
+    capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)"""
+    compile: bool | None = None
+    """compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not with tensor
+    parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)"""
+    fused: bool | None = None
+    """fused norms and gated products from liger-kernel (extra `gpu`), in blocks of the native decoder that are not compiled
+    (null: on GPUs, if liger-kernel is installed and supports the other settings)"""
+    recompute: Recompute = "none"
+    """activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, RoPE and
+    activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but attention; full:
+    the whole block"""
+    mlp_tile_tokens: Count | None = None
+    """run the MLP on tiles of this many tokens and recompute each tile in backward, to save activation memory (null: no
+    tiles)"""
+    offload_activations: bool = False
+    """keep the inputs of recomputed blocks in host memory (no effect on a CPU)"""
+    offload_optimizer: bool = False
+    """keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a CPU)"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """what a loss or gradient that is not finite does: stop the run, or skip the update, naming the documents; a fourth such
+    step in a row stops the run"""
+    mtp_loss: float = Field(0.1, gt=0)
+    """factor of the loss of multi-token prediction, the mean over model.num_nextn_predict_layers blocks; 0.3, then 0.1 in
+    DeepSeek-V3"""
+    fit_memory: bool | None = None
+    """use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv says otherwise,
+    and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange stages, resharding and
+    others (null: on GPUs)"""
+    peak_flops: float | None = Field(None, gt=0)
+    """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on a CPU)"""
+    run_dir: AnyPath = Path("runs/default")
+    """folder for metrics, checkpoints and the resolved settings"""
+    timeout_s: float = Field(600.0, gt=0, le=30 * 86400)
+    """timeout of collectives in seconds; a rank silent for longer counts as dead"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if available, otherwise cpu"""
 
 
 class OptimizerSection(Section):
     """AdamW, with linear warm-up and cosine decay of the learning rate"""
 
-    learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
-    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a share of the peak")
-    warmup_steps: int = Field(10, ge=0, le=LARGEST, description="steps until the learning rate reaches its peak")
-    decay_steps: int | None = Field(
-        None, ge=1, le=LARGEST, description="steps of the whole schedule, if another run continues this one (null: train.steps)"
-    )
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="decay rates of the two moments, each in [0, 1)")
-    eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
-    clip_grad_norm: float | None = Field(1.0, gt=0, description="maximum norm of the gradient (null: no clipping)")
+    learning_rate: float = Field(3e-4, gt=0)
+    """peak learning rate"""
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
+    """final learning rate as a share of the peak"""
+    warmup_steps: int = Field(10, ge=0, le=LARGEST)
+    """steps until the learning rate reaches its peak"""
+    decay_steps: Count | None = None
+    """steps of the whole schedule, if another run continues this one (null: train.steps)"""
+    weight_decay: float = Field(0.1, ge=0)
+    """decoupled weight decay"""
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
+    """decay rates of the two moments, each in [0, 1)"""
+    eps: float = Field(1e-8, gt=0)
+    """added to the square root of the second moment"""
+    clip_grad_norm: float | None = Field(1.0, gt=0)
+    """maximum norm of the gradient (null: no clipping)"""
 
 
 class EvalSection(Section):
     """validation on documents that are not trained on"""
 
-    every: int | None = Field(
-        None,
-        ge=1,
-        le=LARGEST,
-        description="steps between validations; the last step of the run is always validated (null: never)",
-    )
-    store: Path | None = _path(None, "folder written by `longctx prepare` (null: the documents held out by data.held_out)")
-    documents: int | None = Field(
-        None,
-        ge=1,
-        le=LARGEST,
-        description="number of documents to validate on, the first ones of the store or stores (null: all)",
-    )
+    every: Count | None = None
+    """steps between validations; the last step of the run is always validated (null: never)"""
+    store: AnyPath | None = None
+    """folder written by `longctx prepare` (null: the documents held out by data.held_out)"""
+    documents: Count | None = None
+    """number of documents to validate on, the first ones of the store or stores (null: all)"""
 
 
 class CheckpointSection(Section):
     """checkpoints of the run"""
 
-    every: int | None = Field(
-        100,
-        ge=1,
-        le=LARGEST,
-        description="steps between checkpoints; the last step of the run is always saved (null: never, for trials)",
-    )
-    keep: int | None = Field(3, ge=1, le=LARGEST, description="number of latest checkpoints to keep (null: all)")
-    asynchronous: bool = Field(True, description="train on while a copy in host memory is written")
-    export: Path | None = _path(None, "folder to export the final model to, for transformers (null: no export)")
+    every: Count | None = 100
+    """steps between checkpoints; the last step of the run is always saved (null: never, for trials)"""
+    keep: Count | None = 3
+    """number of latest checkpoints to keep (null: all)"""
+    asynchronous: bool = True
+    """train on while a copy in host memory is written"""
+    export: AnyPath | None = None
+    """folder to export the final model to, for transformers (null: no export)"""
 
 
 class LogSection(Section):
     """logging; the console line and metrics.jsonl are always written"""
 
-    tensorboard: bool = Field(True, description="write TensorBoard events")
-    wandb: str | None = Field(
-        None, description="project of Weights & Biases to log to; requires the package wandb (null: none)"
-    )
+    tensorboard: bool = True
+    """write TensorBoard events"""
+    wandb: str | None = None
+    """project of Weights & Biases to log to; requires the package wandb (null: none)"""

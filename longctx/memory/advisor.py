@@ -16,9 +16,9 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import Load, full_loads, loads
 from longctx.memory.model import Memory, estimate, fits
-from longctx.model.spec import ModelSpec
 from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.recompute import MODES
+from longctx.planning.cost.spec import ModelSpec
 from longctx.training.data import make_planner, step_lengths
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from longctx.config import Config
 from longctx.memory.kernels import FLOAT32
 from longctx.memory.loads import Load
-from longctx.model.spec import LayerSpec, ModelSpec
-from longctx.training.run_profile import ELEMENT_BYTES
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.work import ELEMENT_BYTES
 
 NONE = ("none",)
 MATRICES = ("norms",)

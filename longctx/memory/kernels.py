@@ -7,12 +7,12 @@ from functools import cache
 
 import torch
 
-from longctx.attention.kernels import KERNELS, Request
+from longctx.attention.kernels import KERNELS, KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.config import Config
-from longctx.model.spec import LayerSpec
-from longctx.training.run_profile import ELEMENT_BYTES
+from longctx.planning.cost.spec import LayerSpec
+from longctx.planning.cost.work import ELEMENT_BYTES
 
 FLOAT32 = 4
 
@@ -24,7 +24,7 @@ PLAIN = LIBRARIES[-1].name
 
 
 @cache
-def kernel_on_gpus(kernel: str, request: Request) -> str:
+def kernel_on_gpus(kernel: str, request: KernelRequest) -> str:
     """Returns the kernel or flash library that the setting `context.kernel` chooses on this machine's GPU, or without one."""
     if kernel not in ("auto", "flash"):
         return kernel
@@ -39,7 +39,7 @@ def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -
     """Returns the bytes that the backward of a layer allocates on a GPU in one call of `tokens` queries and `keys` keys."""
     context, split = config.context, config.parallel.tensor_parallel_size
     q_heads, kv_heads, dim = layer.num_attention_heads // split, layer.num_key_value_heads // split, layer.head_dim
-    request = Request("cuda", getattr(torch, config.dtype), dim, dim, deterministic=context.deterministic)
+    request = KernelRequest("cuda", getattr(torch, config.dtype), dim, dim, deterministic=context.deterministic)
     kernel = kernel_on_gpus(context.kernel, request)
     dq, grouped = FLOAT32 * tokens * q_heads * dim, q_heads > kv_heads
     if kernel in ("flash-attn 2", PLAIN):

@@ -11,8 +11,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from longctx.attention.ring_schedule import round_of, rounds_between
 from longctx.config import Config
 from longctx.planning.assignment import least_degrees
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import swaps_heads
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement, largest_shard, longest_document
 from longctx.planning.plan import Plan
 from longctx.training.build import ulysses_degree

@@ -14,8 +14,8 @@ from longctx.config import Config
 from longctx.memory.block import BlockMemory
 from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.memory.loads import Load
-from longctx.model.spec import LayerSpec, ModelSpec
-from longctx.parallel.pipeline import layers_of_ranks
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.work import layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
 
 

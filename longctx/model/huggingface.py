@@ -28,7 +28,7 @@ from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
 """Prefix of the parameters of the model of transformers in `TransformersModel`."""

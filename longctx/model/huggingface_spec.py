@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from longctx.attention.linear.huggingface import linear_layers, state_size
-from longctx.model.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
 """Types of layers of models with linear attention that have no softmax attention."""

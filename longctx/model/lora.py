@@ -20,7 +20,7 @@ from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
 from longctx.model.options import ALL_LINEAR, Lora, LoraError
 from longctx.model.protocol import generator_of
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""

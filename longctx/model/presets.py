@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longctx.errors import UserError
-from longctx.model.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 MOST_ENTRIES = (1 << 31) - 1
 """Maximum of vocabulary, positions and windows."""

@@ -9,7 +9,7 @@ from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.decoder import Decoder
 from longctx.model.families import family_of
 from longctx.model.protocol import Model
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 
 class NativeSource:

@@ -16,7 +16,7 @@ from longctx.attention import HybridAttention, RingAttention, by_layer
 from longctx.attention.inputs import Queries
 from longctx.errors import UserError
 from longctx.model.balance import RouterWatch, RowDocuments
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 
 class Attention(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from longctx.errors import install
 from longctx.model.options import Lora, LoraError
 from longctx.model.presets import ModelShape, NoNativeModel
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 if TYPE_CHECKING:
     from longctx.model.checkpoint_files import CheckpointFiles

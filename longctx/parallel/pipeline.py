@@ -11,12 +11,10 @@ circular wait between ranks would be one between the stages of a single pipeline
 """
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,12 +34,11 @@ from longctx.attention import PackedAttention
 from longctx.errors import UserError
 from longctx.model.balance import RowDocuments
 from longctx.model.protocol import Head, Later, StagedModel
-from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
 from longctx.parallel.timing import Clock
 from longctx.parallel.torch_stage import LeanStage
-from longctx.planning.cost.pipeline import IN_CHUNKS, Pipeline
+from longctx.planning.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -72,41 +69,6 @@ class Inputs:
     head: Head
     documents: RowDocuments | None = None
     later: Later | None = None
-
-
-def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
-    """Returns the layers of every stage, consecutive and at least one: first the slowest stage is minimal, then costs are even.
-
-    Costs are multiplications per token: of a block with attention to `keys` tokens, and of the head after the last block. The
-    embedding before the first block copies a row, which costs as much as the row has values.
-    """
-    costs = [layer.multiplications(keys) for layer in spec.layers]
-    costs[0] += spec.hidden_size
-    costs[-1] += spec.vocabulary_parameters
-    slowest, _ = _best_split(costs, stages, max)
-    _, ends = _best_split(costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf)
-    return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
-
-
-@cache
-def layers_of_ranks(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the layers of every rank of a pipeline, over all stages of the rank."""
-    splits = split_layers(spec, pipeline.stages, keys=tokens_per_rank // 2)
-    return tuple(tuple(itertools.chain(*splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
-
-
-def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
-    """Returns the smallest value of a split, and the ends of its stages; `add` returns the value with one more stage."""
-    up_to = [0, *itertools.accumulate(costs)]
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}  # by number of layers; each iteration adds a stage
-    for stage in range(1, stages + 1):
-        best = {
-            stop: min(
-                (add(value, up_to[stop] - up_to[start]), (*ends, stop)) for start, (value, ends) in best.items() if start < stop
-            )
-            for stop in range(stage, len(costs) - stages + stage + 1)
-        }
-    return best[len(costs)]
 
 
 class Stage(nn.Module):

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees, tokens_on_ranks
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
-from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.by_mode import MODES
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
+from longctx.planning.plan import MODES, Plan, PlanError
 
 MOST_RANKS = 1 << 14
 """Largest domain; in planning, time grows with its square."""

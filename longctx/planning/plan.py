@@ -9,14 +9,16 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 from longctx.errors import UserError
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 VERSION = 3
+Mode = Literal["auto", "static", "bins"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class PlanError(UserError):

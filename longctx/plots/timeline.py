@@ -10,9 +10,9 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns
+from longctx.planning.cost.rounds import plan_score
 from longctx.planning.layout import shard_tokens
 from longctx.planning.plan import Plan
-from longctx.planning.rounds import plan_score
 
 
 @dataclass(frozen=True, slots=True)

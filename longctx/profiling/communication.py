@@ -10,11 +10,11 @@ from longctx.attention.exchange import Exchange
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.planning.assignment import Assignment
-from longctx.planning.calibration.fit import OverlapTime, fit_line, fit_overlap
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
 from longctx.profiling.computation import Silent, attention_passes
+from longctx.profiling.fit import OverlapTime, fit_line, fit_overlap
 from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of
 
 LEAST_BYTES = 1 << 20

@@ -11,9 +11,10 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.parallel.mesh import Mesh
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.scaling import RankWork, query_share
-from longctx.planning.planner import make_plan
+from longctx.planning.cost.scaling import query_share
+from longctx.planning.cost.work import RankWork
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners.planner import make_plan
 from longctx.profiling.communication import Nodes, measure_links, measure_overlap
 from longctx.profiling.computation import measure_attention, measure_linear, measure_step
 from longctx.profiling.machine import describe_machine

@@ -14,7 +14,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention
 from longctx.model.source import NewDecoder
 from longctx.parallel.mesh import Mesh
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.profiling.stopwatch import Stopwatch

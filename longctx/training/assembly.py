@@ -31,25 +31,25 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
 
     The run stops after the current step if `stop` has received its signal on any rank. Collective.
     """
-    config, found = run.config, run.checkpoint
+    config, saved = run.config, run.checkpoint
     check_pairs(config, run.data)
     passes = Passes(config, mesh, run.source)
     optimizer = make_optimizer(passes.model, config.optimizer, mesh.device)
-    own = found if run.resumes else None
+    own = saved if run.resumes else None
     max_length = choose_max_length(config, mesh.world_size, own, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)
     documents = validation_documents(config, run.data, max_length) if config.eval.every is not None else None
     base = None
     if run.source.files is not None:
         base = {"folder": str(run.source.files.folder), "fingerprint": run.source.files.fingerprint}
-    if found is not None:
-        _go_to(found, run, passes.model, loader, base)
+    if saved is not None:
+        _go_to(saved, run, passes.model, loader, base)
     objective: Objective = TokenMean()
     validated: Objective | None = None
     if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
         objective, validated = _preferences(run, mesh, passes, loader, documents)
-    if found is not None:
-        checkpoint.load(found, passes.model, optimizer, mesh.control)
+    if saved is not None:
+        checkpoint.load(saved, passes.model, optimizer, mesh.control)
     log = _begin_folder(run, mesh) if mesh.world_rank == 0 else None
     traced, folder = run.traced, config.train.run_dir / "traces"
     return Trainer(
@@ -64,7 +64,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         log=log,
         tracer=None if traced is None else Tracer(traced, folder, mesh.world_rank, passes.model),
         base=base,
-        steps_done=0 if found is None else found.step,
+        steps_done=0 if saved is None else saved.step,
     )
 
 
@@ -82,23 +82,23 @@ def _preferences(
     return objectives
 
 
-def _go_to(found: Checkpoint, run: Run, model: Model, loader: Loader, base: dict[str, str] | None) -> None:
+def _go_to(saved: Checkpoint, run: Run, model: Model, loader: Loader, base: dict[str, str] | None) -> None:
     """Sets the place in the data to that of a checkpoint; reads no weights. Raises CheckpointError for another model.
 
     The model of a run that this run continues may have another RoPE.
     """
-    different = model.differences(found.state["model"])
+    different = model.differences(saved.state["model"])
     if not run.resumes:
         different = differences_but_rope(different)
     if different:
-        raise CheckpointError(f"{found.folder} contains another model: {'; '.join(different)}. Use the model of that run")
-    began = found.state.get("base")  # None in earlier versions; a folder that is gone may be replaced by an export
+        raise CheckpointError(f"{saved.folder} contains another model: {'; '.join(different)}. Use the model of that run")
+    began = saved.state.get("base")  # None in earlier versions; a folder that is gone may be replaced by an export
     if began and base and began["fingerprint"] != base["fingerprint"] and Path(began["folder"]).is_dir():
         raise CheckpointError(
-            f"{found.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
+            f"{saved.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
             f"{base['folder']}: give that checkpoint, or choose another run folder (finetune: --out)"
         )
-    (loader.load_state_dict if run.resumes else loader.continue_from)(found.state["data"])
+    (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
 
 
 def _begin_folder(run: Run, mesh: Mesh) -> MetricsLog:

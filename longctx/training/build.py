@@ -9,14 +9,13 @@ import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
-from longctx.attention.kernels import Request, kernel_name
+from longctx.attention.kernels import KernelRequest, kernel_name
 from longctx.config import Config
 from longctx.config.run import FLOAT8_ROWS
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
-from longctx.model.spec import LayerSpec, ModelSpec
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.environment import Launch, host_threads, share_compilers
 from longctx.parallel.expert import sparse_layers, split_experts
@@ -24,11 +23,13 @@ from longctx.parallel.float8 import convert_to_float8
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.parallel.mesh import Mesh, join
 from longctx.parallel.offload import Offload
-from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
+from longctx.parallel.pipeline import PipelineRun, Stage
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, reshard, shard
 from longctx.parallel.tensor import parallelize
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.ulysses import choose_ulysses_degree
+from longctx.planning.cost.work import split_layers
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.training.clock import StepClock
@@ -126,11 +127,11 @@ def limit_rows(model: Model, config: Config) -> None:
         layer.most_rows = None if tokens is None else tokens * layer.gate.shape.num_experts_per_tok
 
 
-def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, Request]:
+def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, KernelRequest]:
     """Returns what the attention kernel has to support on a device of type `device`, for each kind of layer."""
     dtype, deterministic, softcap = getattr(torch, config.dtype), config.context.deterministic, bool(spec.attention_softcap)
     return {
-        layer: Request(device, dtype, layer.head_dim, layer.head_dim, layer.window is not None, softcap, deterministic)
+        layer: KernelRequest(device, dtype, layer.head_dim, layer.head_dim, layer.window is not None, softcap, deterministic)
         for layer in dict.fromkeys(spec.layers)
     }
 

@@ -10,7 +10,7 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
 from longctx.model.source import ModelSource
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 from longctx.training.data import RunData, make_masking
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.export import check_place

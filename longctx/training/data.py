@@ -16,9 +16,9 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import run_profile
 from longctx.training.saved.checkpoint import Checkpoint
 
@@ -185,15 +185,15 @@ def mix_lines(config: Config, steps: Steps, count: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class StepPlans:
     """Plans of one step: as configured, and at the best static degree."""
 
     plan: Plan
     static: Plan
 
 
-def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:
+def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[StepPlans]:
     """Plans the first `steps` steps of a run on `ranks` processes."""
     domain, profile = config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile
     configured, static = make_planner(config, domain, profile), make_planner(config, domain, profile, static=True)
-    return [PlannedStep(configured(lengths), static(lengths)) for lengths in step_lengths(config, store, ranks, steps)]
+    return [StepPlans(configured(lengths), static(lengths)) for lengths in step_lengths(config, store, ranks, steps)]

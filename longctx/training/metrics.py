@@ -15,7 +15,7 @@ import torch
 
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 from longctx.step_log import LOG, read_log
 from longctx.training.health import Spikes
 from longctx.training.objectives.balance import STATISTICS

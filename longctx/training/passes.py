@@ -24,7 +24,7 @@ from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, l
 from longctx.training.objectives.multi_token import MultiTokenLoss
 from longctx.training.objectives.objective import Objective, StepWeights, document_sums
 from longctx.training.trace import micro_batch_name
-from longctx.training.validation import Score
+from longctx.training.validation import LabelScore
 
 
 class Passes:
@@ -66,7 +66,7 @@ class Passes:
         return objective.weights(batch, values, document_sums(batch, values, self.mesh))
 
     @torch.no_grad()
-    def look(self, batch: StepBatch, score: Score) -> list[torch.Tensor]:
+    def look(self, batch: StepBatch, score: LabelScore) -> list[torch.Tensor]:
         """Returns the `score` of every label, [T] for each of this rank's micro-batches, by a pass without gradients.
 
         Pipeline ranks without the head return zeros.

@@ -13,25 +13,16 @@ from longctx.config import Config
 from longctx.config.settings import Recompute
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.spec import LayerSpec, ModelSpec
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
 from longctx.parallel.mesh import Mesh
-from longctx.parallel.pipeline import layers_of_ranks
-from longctx.planning.calibration.fit import kv_bytes_per_token
-from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError, read_profile
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.cost.scaling import RankWork, arithmetic_said, scale
+from longctx.planning.cost.scaling import arithmetic_said, scale
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.work import RankWork, work_of
+from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.training.metrics import gpu_kind
 from longctx.units import format_count
-
-ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-REPEATED_ATTENTION = 4.5 / 3.5
-"""Attention operations with recomputation, relative to those without: backward takes 2.5 times the forward."""
-COLLECTIVES = 4
-"""Tensor parallel collectives per block and direction: before and after attention, before and after the MLP."""
-SEGMENTS, STATE_BYTES = 2, 4
-"""Segments of a document per rank, a head and a tail, and bytes per value of their states, which are float32."""
 
 
 class Described(BaseModel):
@@ -92,84 +83,6 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
             "the two, or measure again"
         )
     return profile, described
-
-
-def work_of(
-    spec: ModelSpec,
-    dtype: str,
-    *,
-    recompute: str = "none",
-    keep_kv: bool = False,
-    tensor: int = 1,
-    pipeline: Pipeline = NO_PIPELINE,
-    tokens_per_rank: int = 1,
-    gpus: int = 1,
-    expert: int = 1,
-) -> RankWork:
-    """Returns the work per token of the slowest pipeline rank.
-
-    `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Recomputation repeats all matrices of a
-    block (mode mlp: only those of the MLP, norms: none), but never the last one of the MLP, as torch stops when all saved
-    tensors are there. Tensor parallelism has 4 collectives per block in forward, 4 in backward and 3 in a recomputed forward,
-    each with (tp - 1)/tp of [tokens, hidden] per rank; those of embedding and head are not counted. Every stage receives
-    [tokens, hidden] / tp in forward and in backward. While K and V travel, queries are computed, also in a forward that is
-    recomputed with attention; while their gradients return, so is the gradient of the queries' input. That of the weights does
-    not count, as compiled blocks compute it later. Each token's row travels to all its experts and back, in forward, in
-    backward and in a recomputed forward. Attention windows are not counted: plans assume full attention. Raises ProfileError if
-    tp does not divide the KV heads.
-    """
-    for layer in spec.layers:
-        if layer.num_key_value_heads % tensor:
-            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} KV heads")
-    layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
-    in_blocks = sum(layer.matrix_parameters for layer in layers)
-    computed, collectives = float(in_blocks + head), 2 * COLLECTIVES
-    last = sum(layer.hidden_size * layer.intermediate_size for layer in layers)
-    if recompute != "none":
-        computed += {"norms": 0, "mlp": 2 * last}.get(recompute, in_blocks - last) / 3
-        collectives += COLLECTIVES - 1
-    if spec.adapted:  # frozen weights have no gradients, which take a third of the operations
-        computed -= (in_blocks + head) / 3
-    element, again = ELEMENT_BYTES[dtype], recompute == "full"
-    hidden_bytes, passes = spec.hidden_size * element, 3 + again - keep_kv
-    attending = [layer for layer in layers if layer.attends]
-    heads = sum(layer.num_attention_heads * layer.head_dim for layer in attending) / tensor
-    experts, expert_ranks = sum(layer.expert_parameters for layer in layers), expert * tensor
-    idle = sum(layer.idle_parameters for layer in layers)
-    sent_rows = (4 + 2 * (recompute != "none")) * sum(layer.experts_per_token for layer in layers)
-    return RankWork(
-        layers=len(layers),
-        weights=(in_blocks + idle + head - experts + experts / expert) / tensor,
-        computed=computed / tensor,
-        # Profiles need positive constants, also for models without softmax attention.
-        attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
-        kv_bytes=max(
-            1,
-            sum(
-                kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element, passes)
-                for layer in attending
-            ),
-        ),
-        tensor=tensor,
-        tensor_bytes=len(layers) * collectives * hidden_bytes * (tensor - 1) / tensor,
-        pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
-        gpus=gpus if pipeline.ranks > 1 else 1,
-        queries=sum(layer.query_parameters for layer in layers) * (2 + again) / 3 / tensor,
-        expert_weights=experts / expert_ranks,
-        expert_ranks=expert_ranks if experts else 1,
-        expert_bytes=sent_rows * hidden_bytes * (expert_ranks - 1) / expert_ranks / tensor,
-        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in layers) * (2 + (recompute != "none")),
-    )
-
-
-def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[list[LayerSpec], int]:
-    """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the last rank has the head."""
-    ranks = [[spec.layers[number] for number in held] for held in layers_of_ranks(spec, pipeline, tokens_per_rank)]
-    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as in `split_layers`
-    work[-1] += spec.head_parameters
-    if work[-1] == max(work):
-        return ranks[-1], spec.head_parameters
-    return ranks[work.index(max(work))], 0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import Objective, StepWeights
 
 
-class Score(Protocol):
+class LabelScore(Protocol):
     """Maps hidden states [tokens, hidden] and the output weight to one number per label [tokens], 0 without a label.
 
     `rows` are those with a label.
@@ -43,7 +43,7 @@ class Score(Protocol):
     ) -> torch.Tensor: ...
 
 
-Look = Callable[[StepBatch, Score], list[torch.Tensor]]
+Look = Callable[[StepBatch, LabelScore], list[torch.Tensor]]
 """A pass without gradients, `Passes.look`."""
 
 
@@ -52,7 +52,7 @@ class LookingPasses(Protocol):
 
     mesh: Mesh
 
-    def look(self, batch: StepBatch, score: Score) -> list[torch.Tensor]: ...
+    def look(self, batch: StepBatch, score: LabelScore) -> list[torch.Tensor]: ...
 
     def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights: ...
 

@@ -16,10 +16,10 @@ from longctx.comparison.baselines.plain_static import place_plain_static
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.check import check_lengths, check_plan, check_settings
 from longctx.planning.cost.bounds import plan_cost
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
+from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
-from longctx.planning.rounds import choose_rounds
 
 __all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline", "plan_fixed_static"]
 

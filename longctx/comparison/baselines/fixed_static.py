@@ -10,7 +10,7 @@ import numpy as np
 
 from longctx.comparison.baselines.groups import RankGroup, powers_of_two, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
 

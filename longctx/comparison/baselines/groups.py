@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
+from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
-from longctx.planning.rounds import choose_rounds
 
 
 @dataclass(slots=True)

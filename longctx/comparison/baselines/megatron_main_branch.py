@@ -17,7 +17,7 @@ import numpy as np
 
 from longctx.errors import UserError, install
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 
 MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"

@@ -9,7 +9,7 @@ import numpy as np
 
 from longctx.comparison.baselines.groups import RankGroup, fastest, powers_of_two, shards_by_degree, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.static import best_fit
 
 

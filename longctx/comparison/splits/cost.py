@@ -16,12 +16,13 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.spec import ModelSpec
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.pipeline import Pipeline
-from longctx.planning.cost.scaling import RankWork, scale
+from longctx.planning.cost.scaling import scale
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.work import RankWork, work_of
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import Pipeline
 from longctx.training.metrics import PEAK_FLOPS
-from longctx.training.run_profile import read_described, work_of
+from longctx.training.run_profile import read_described
 
 BFLOAT16, FLOAT32 = 2, 4
 DTYPE = "bfloat16"

@@ -21,15 +21,15 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
 from longctx.memory.model import Memory, estimate
-from longctx.model.spec import ModelSpec
 from longctx.planning.assignment import Integers, least_degrees
-from longctx.planning.cost.bounds import lower_bound_ns
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.bounds import step_bound_ns
 from longctx.planning.cost.model import NANOSECONDS
-from longctx.planning.cost.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import divisors
+from longctx.planning.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
 
 BUDGETS = tuple(1024 << power for power in range(9))
@@ -181,7 +181,7 @@ def search(
 
 def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> list[float]:
     """Returns lower bounds on the times of the steps."""
-    bounds = (lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
+    bounds = (step_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
     return [bound / NANOSECONDS for bound in bounds]
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from longctx.comparison.splits.cost import Split
 from longctx.comparison.splits.search import PlannedSplit, SearchResult
-from longctx.planning.cost.pipeline import Pipeline
+from longctx.planning.pipeline import Pipeline
 
 
 def row(planned: PlannedSplit) -> dict[str, Any]:

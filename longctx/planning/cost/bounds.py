@@ -1,13 +1,12 @@
-"""Lower bounds on step time under the cost model.
+"""Lower bounds on step time under the cost model; functions that end in `_bound_ns` return nanoseconds.
 
-The lower bound spreads all work evenly at its best efficiency and treats the network as free. The tight bound is closer if only
-a few documents are long. A document's busiest rank takes at least as long as with that document alone: attention and queries of
-other documents hide no more exchange than the time that they take. If a step takes M nanoseconds beyond its fixed costs, every
-document therefore has a degree at which it takes at most M alone, and the mean work per rank, which never falls as degrees
-rise, is at most M. The smallest M that meets both conditions is a bound. Another one counts the tokens beside the longest
-document: its micro-batch takes at least as long as the document alone, but holds no more tokens than the budget, so other
-documents may not suffice to keep all ranks busy for so long, and the rest of the work is done in other micro-batches. The tight
-bound is the larger of the two. Its distance from the lower bound is the part of a plan's gap that no plan can avoid.
+The step bound spreads all work evenly at its best efficiency and treats the network as free. The tight bound is closer if only
+a few documents are long. Adding documents to a rank never makes it faster: they hide at most as much exchange as they add work.
+If a step takes M nanoseconds beyond its fixed costs, every document therefore has a degree at which it takes at most M alone,
+and the mean work per rank, which never falls as degrees rise, is at most M. The smallest M that meets both conditions is a
+bound. A second bound: the longest document's micro-batch is limited to the token budget, so the other ranks may run out of
+tokens before it ends, and the rest of the work is done in other micro-batches. The tight bound is the larger of the two. Its
+distance from the step bound is the part of a plan's gap that no plan can avoid.
 """
 
 import math
@@ -15,10 +14,9 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import (
     NANOSECONDS,
-    Score,
+    StepTimes,
     attention_ns,
     exposed_ns,
     gather_ns,
@@ -28,7 +26,8 @@ from longctx.planning.cost.model import (
     node_parts,
     whole_ring_attention_ns,
 )
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
 
 ROUNDING = 2
@@ -38,20 +37,20 @@ MOST = 512
 
 
 def plan_cost(
-    timed: Score, profile: HardwareProfile, lengths: Integers, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
+    timed: StepTimes, profile: HardwareProfile, lengths: Integers, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
 ) -> PlanCost:
     """Returns the modelled cost of a scored assignment together with the lower bound."""
     ranks = timed.time.shape[1]
     return PlanCost(
         makespan_s=timed.makespan_ns / NANOSECONDS,
-        lower_bound_s=lower_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
+        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
         exposed_share=timed.exposed_share,
         idle_share=timed.idle_share,
         bubble_share=timed.bubble_ns / max(1, timed.makespan_ns),
     )
 
 
-def lower_bound_ns(
+def step_bound_ns(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly spread, on a free network.
@@ -60,12 +59,12 @@ def lower_bound_ns(
     pipeline with K micro-batches the longest takes at least 1/K of all work, and K is at most the number of documents.
     """
     least = -(-lengths // tokens_per_rank)
-    bound = bound_ns(profile, lengths, least, ranks, tokens_per_rank)
+    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
-    return bound + least_bubble_ns(profile, pipeline, bound, launches, len(lengths))
+    return bound + bubble_bound_ns(profile, pipeline, bound, launches, len(lengths))
 
 
-def least_bubble_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, launches: int, most: int) -> int:
+def bubble_bound_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, launches: int, most: int) -> int:
     """Returns the least that a pipeline adds to a lower bound on step time, which has the launches of so many micro-batches.
 
     A plan has at most `most` micro-batches; of K, the longest takes at least 1/K of the work.
@@ -81,7 +80,7 @@ def least_bubble_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, la
     return max(0, least - ROUNDING)
 
 
-def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:
+def even_work_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
     attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees)).astype(np.int64)
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
@@ -90,32 +89,32 @@ def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ran
     return fixed + (int(attention.sum()) + int(linear.sum())) // ranks
 
 
-def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
-    """Returns the tight lower bound on step time, ≥ `lower_bound_ns`. Every document must fit at some degree."""
-    beside = beside_longest_ns(profile, lengths, ranks, tokens_per_rank)
+def tight_step_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+    """Returns the tight lower bound on step time, ≥ `step_bound_ns`. Every document must fit at some degree."""
+    beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank)
     least = -(-lengths // tokens_per_rank)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
     longest, which = np.unique(lengths, return_inverse=True)
     longest = longest[-MOST:]
-    table = least_time_ns(profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank)
+    table = document_bound_ns(profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank)
     looked_at = lengths >= longest[0]
     row = which[looked_at] - (int(which.max()) + 1 - len(longest))
 
     def holds(limit: int) -> bool:
         degrees = least.copy()
         degrees[looked_at] = np.maximum(least[looked_at], 1 + (table <= limit).argmax(axis=1)[row])
-        return bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
+        return even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
 
     low = int(table.min(axis=1).max())
-    high = max(low, bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank) - fixed)
+    high = max(low, even_work_bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank) - fixed)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return fixed + max(low, beside)
 
 
-def beside_longest_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
     """Returns a lower bound on step time beyond its fixed costs, from the micro-batch of the longest document.
 
     At degree d it takes a time t. Its ranks can do other work for the rest of t, and the other ranks for all of t, both with at
@@ -127,7 +126,7 @@ def beside_longest_ns(profile: HardwareProfile, lengths: Integers, ranks: int, t
     work, tokens_upto = _most_work(profile, others, tokens_per_rank)
     degrees = np.arange(1, ranks + 1)
     length = np.full_like(degrees, lengths[longest])
-    time = least_time_ns(profile, length, degrees, tokens_per_rank)
+    time = document_bound_ns(profile, length, degrees, tokens_per_rank)
     fits = time < NEVER
     degrees, length, time = degrees[fits], length[fits], time[fits]
     own = (whole_ring_attention_ns(profile, length, degrees) + profile.linear_s_per_token * NANOSECONDS * length).astype(
@@ -158,7 +157,7 @@ def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int
 def tight_bound_s(plan: Plan) -> float:
     """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline."""
     lengths = np.array(plan.lengths, dtype=np.int64)
-    tight = tight_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+    tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
     return max(tight, plan.lower_bound_s)  # only lower_bound_s counts the pipeline bubble
 
 
@@ -167,7 +166,7 @@ def unavoidable_gap(tight_s: float, lower_s: float) -> float:
     return tight_s / lower_s - 1 if lower_s > 0 else 0.0
 
 
-def least_time_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:
+def document_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:
     """Returns a lower bound on the busiest rank's time for each document, on any ranks; NEVER where it does not fit."""
     attention = attention_ns(profile, lengths, degrees)
     intra, inter = mate_ns(profile, lengths, degrees)

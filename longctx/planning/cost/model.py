@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
-from longctx.planning.cost.hardware_profile import EfficiencyTable, HardwareProfile
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 Floats = NDArray[np.float64]
 NANOSECONDS = 1_000_000_000
@@ -82,8 +82,8 @@ def linear_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
 def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> tuple[Integers, Integers]:
     """Returns the time to exchange a document with one peer of its ring: in the same node, in another node.
 
-    That is K and V, which grow with the document, and states of linear attention, which do not. In truth nothing hides states,
-    and they cross nodes once per pair of ranks also with two exchange levels.
+    K and V grow with the document, states of linear attention do not. Their time is optimistic: in reality states do not
+    overlap with computation, and cross nodes once per pair of ranks even with two levels.
     """
     size = (lengths / degrees * profile.kv_bytes_per_token + profile.state_bytes) * NANOSECONDS
     intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
@@ -165,7 +165,7 @@ def exposed_ns(
 
 
 @dataclass(frozen=True)
-class Score:
+class StepTimes:
     """Times of an assignment in integer nanoseconds; arrays are [micro-batches, ranks].
 
     Attributes:
@@ -218,7 +218,7 @@ def score(
     pipeline: Pipeline = NO_PIPELINE,
     *,
     round_price: float = 0.0,
-) -> Score:
+) -> StepTimes:
     """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see `exposed_ns`."""
     a = assignment
     shape = (a.micro_batches, ranks)
@@ -228,7 +228,7 @@ def score(
     exchange = exchange_ns(profile, lengths, a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
     launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
-    return Score(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
+    return StepTimes(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
 
 
 def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:

@@ -11,46 +11,10 @@
 Efficiencies, bandwidths and overlap are not scaled, although larger matrices reach more of a device's peak.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
-
-
-@dataclass(frozen=True)
-class RankWork:
-    """Computation and messages per rank; in a pipeline those of the rank with the most work.
-
-    Attributes:
-        layers: number of blocks.
-        weights: number of parameters of all matrices, including experts that a token does not use.
-        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes.
-        attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention; twice that if it is not causal.
-        kv_bytes: bytes of K and V exchanged per token, over all layers and passes.
-        tensor: tensor-parallel size.
-        tensor_bytes: bytes received per token in tensor-parallel collectives.
-        pipeline_bytes: bytes sent per token between pipeline ranks.
-        gpus: number of GPUs of the whole run if it is a pipeline, else 1.
-        queries: part of `computed` that runs while K and V, or their gradients, travel.
-        expert_weights: part of `weights` in experts, which are gathered over the ranks with the same experts.
-        expert_ranks: number of ranks that hold each expert once.
-        expert_bytes: bytes received per token that travels to experts of other ranks, and back.
-        state_bytes: bytes of states that a rank receives from another of a ring, over all layers and passes.
-    """
-
-    layers: int
-    weights: float
-    computed: float
-    attention: float
-    kv_bytes: int
-    tensor: int = 1
-    tensor_bytes: float = 0.0
-    pipeline_bytes: float = 0.0
-    gpus: int = 1
-    queries: float = 0.0
-    expert_weights: float = 0.0
-    expert_ranks: int = 1
-    expert_bytes: float = 0.0
-    state_bytes: float = 0.0
+from longctx.planning.cost.work import RankWork
+from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 
 
 def scale(

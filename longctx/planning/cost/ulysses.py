@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, spread
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, exposed_ns, linear_ns
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
 PASSES = 3

@@ -10,10 +10,10 @@ from functools import lru_cache
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.auto.packing import even_out, fill, place_rings
+from longctx.planning.planners.packing import even_out, fill, place_rings
 from longctx.planning.planners.step import Candidate, Step
 
 ROUNDS = 64
@@ -74,20 +74,31 @@ def derived_degrees(profile: HardwareProfile, lengths: Integers, ranks: int, tok
     return np.where(fits, degrees, least_degrees(lengths, ranks, tokens_per_rank))
 
 
+def table_problem(bins: Mapping[int, int]) -> tuple[str, str] | None:
+    """Returns the rule that a table {longest document of the bin: degree} breaks and the fix, or None."""
+    lengths, degrees = list(bins), list(bins.values())
+    if not bins:
+        return "the table must not be empty", "write {8192: 1, 32768: 4}, or omit it"
+    if not all(map(_whole, lengths + degrees)):
+        return "lengths and degrees must be whole numbers of at least 1", "write {8192: 1, 32768: 4}, for example"
+    if lengths != sorted(lengths):
+        return "lengths must be ascending", "sort the rows by length"
+    if degrees != sorted(degrees):
+        return "degrees must not decrease with length", "raise the later degrees"
+    return None
+
+
 def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
     """Returns the degree of every document: the degree of the first bin whose limit is at least its length.
 
     Raises PlanError for a malformed table, a document longer than the last bin, or a degree too small for the token budget.
     """
-    table = dict(bins)
-    for bound, degree in table.items():
-        if not _whole(bound) or not _whole(degree) or degree > ranks:
-            raise PlanError(
-                f"bin {bound!r}: {degree!r} must map a length ≥ 1 to a degree in 1..{ranks}, the size of the domain"
-            )
-    if not table:
-        raise PlanError("bins are empty: give at least one bin, such as 8192: 1, or leave bins out to derive them")
-    bounds = np.array(sorted(table), dtype=np.int64)
+    if problem := table_problem(bins):
+        rule, fix = problem
+        raise PlanError(f"bins are {dict(bins)}: {rule}; {fix}")
+    bounds, table = np.array(list(bins), dtype=np.int64), np.array(list(bins.values()), dtype=np.int64)
+    if table[-1] > ranks:
+        raise PlanError(f"bin {bounds[-1]} has degree {table[-1]}: must be in 1..{ranks}, the size of the domain")
     index = np.searchsorted(bounds, lengths)
     beyond = np.flatnonzero(index == len(bounds))
     if len(beyond):
@@ -95,7 +106,7 @@ def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, toke
         raise PlanError(
             f"document {document} has {lengths[document]} tokens, but the bins end at {bounds[-1]}: add a bin, or use mode auto"
         )
-    degrees = np.array([table[int(bound)] for bound in bounds], dtype=np.int64)[index]
+    degrees: Integers = table[index]
     shards = largest_shards(lengths, degrees)
     over = np.flatnonzero(shards > tokens_per_rank)
     if len(over):

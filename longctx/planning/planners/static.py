@@ -12,10 +12,10 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
-from longctx.planning.cost.bounds import least_bubble_ns
+from longctx.planning.cost.bounds import bubble_bound_ns
 from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.auto.packing import emptiest_first
+from longctx.planning.planners.packing import emptiest_first
 from longctx.planning.planners.step import Candidate, Step, fastest
 
 
@@ -38,7 +38,7 @@ def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | N
     for degree in degrees:
         if degree * step.tokens_per_rank < int(step.lengths.max()):
             continue
-        on_all_ranks, on_groups = static_bounds_ns(step, degree)
+        on_all_ranks, on_groups = degree_bounds_ns(step, degree)
         if on_all_ranks >= below:
             break
         bounds.append((on_groups, degree))
@@ -47,7 +47,7 @@ def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | N
         limit = best.makespan_ns if best else below
         if bound >= limit:
             break
-        if longest_ns(step, degree) >= limit:
+        if longest_document_bound_ns(step, degree) >= limit:
             continue
         if (found := pack_static(step, degree, below=limit)) is not None:
             best = fastest(best, found)
@@ -81,12 +81,12 @@ def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
     plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
-    promising = [plan for plan in plans if computing_ns(step, plan) < below]
+    promising = [plan for plan in plans if computing_bound_ns(step, plan) < below]
     found = [step.candidate_below(below, f"static:{degree}", plan) for plan in promising]
     return fastest(*found) if any(found) else None
 
 
-def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
+def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     """Returns two lower bounds for static plans of one degree: work evenly spread, as much exchange hidden as possible.
 
     The first spreads work over all ranks and also holds for higher degrees, as attention and exchange never shrink as the
@@ -108,12 +108,12 @@ def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     def bound(used: int, work: int) -> int:
         launches = -(-total // (used * tokens_per_rank))
         found = fixed + launches * launch + work
-        return found + least_bubble_ns(profile, step.pipeline, found, launches, len(lengths))
+        return found + bubble_bound_ns(profile, step.pipeline, found, launches, len(lengths))
 
     return bound(ranks, work * degree // ranks), bound(groups * degree, work // groups)
 
 
-def longest_ns(step: Step, degree: int) -> int:
+def longest_document_bound_ns(step: Step, degree: int) -> int:
     """Returns a lower bound for plans of one degree: the fixed costs, and computing the slowest document without exchange.
 
     It spares the packing of low degrees where there are fewer documents than groups.
@@ -125,7 +125,7 @@ def longest_ns(step: Step, degree: int) -> int:
     return fixed + longest + step.pipeline.bubble_ns(launch + longest)
 
 
-def computing_ns(step: Step, plan: Assignment) -> int:
+def computing_bound_ns(step: Step, plan: Assignment) -> int:
     """Returns a lower bound for a static plan: its time without exchange. It spares most exact scores."""
     profile, lengths = step.profile, step.lengths
     computing = attention_ns(profile, lengths, plan.degree) + linear_ns(profile, lengths // plan.degree) - 1  # rounded up

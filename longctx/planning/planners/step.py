@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import Score, alone_ns, score
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.rounds import choose_rounds
+from longctx.planning.cost.model import StepTimes, alone_ns, score
+from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Step:
         """Returns the tokens on the fullest rank of each ring."""
         return largest_shards(lengths, degrees * self.block)
 
-    def score(self, assignment: Assignment) -> Score:
+    def score(self, assignment: Assignment) -> StepTimes:
         """Returns the times of an assignment to ranks by `cost.model.score`."""
         ranks, price = self.ranks * self.block, self.round_price
         return score(self.profile, self.lengths, assignment, ranks, self.pipeline, round_price=price)
@@ -74,7 +74,7 @@ class Step:
         timed = self.score(assignment)
         return None if timed.makespan_ns >= limit else self._candidate(winner, assignment, timed)
 
-    def _candidate(self, winner: str, assignment: Assignment, scored: Score) -> "Candidate":
+    def _candidate(self, winner: str, assignment: Assignment, scored: StepTimes) -> "Candidate":
         rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
         return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
@@ -114,7 +114,7 @@ class Candidate(NamedTuple):
     winner: str
     assignment: Assignment
     rounds: Integers
-    timed: Score
+    timed: StepTimes
 
 
 def fastest(*candidates: Candidate | None) -> Candidate:

@@ -66,10 +66,10 @@ class Checkpoint:
         """Reads all files; with a `group`, its ranks share them. Returns what is wrong, the same on every rank, or nothing."""
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         own = sorted(self.checksums)[rank::ranks]
-        found = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in own)))]
+        problems = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in own)))]
         if group is not None:
-            found = gather_objects(found[0], group)
-        return "; ".join(problem for problems in found for problem in problems)
+            problems = gather_objects(problems[0], group)
+        return "; ".join(problem for each in problems for problem in each)
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -118,10 +118,10 @@ def newest(run: Path, before: int | None = None) -> tuple[Checkpoint | None, lis
     for folder in reversed(_folders(run)):
         if before is not None and _step(folder) >= before:
             continue
-        found = _examine(folder)
-        if isinstance(found, Checkpoint):
-            return found, damaged
-        damaged.append(f"{folder} {found}: not used")
+        saved = _examine(folder)
+        if isinstance(saved, Checkpoint):
+            return saved, damaged
+        damaged.append(f"{folder} {saved}: not used")
     return None, damaged
 
 
@@ -132,44 +132,44 @@ def to_continue(run: Path, own: Path, steps: int) -> tuple[Checkpoint, list[str]
     """
     if run.resolve() == own.resolve():
         raise CheckpointError(f"--continue is {run}, the run folder itself: use --resume, or choose another --train.run_dir")
-    found, damaged = newest(run)
-    if found is None:
+    saved, damaged = newest(run)
+    if saved is None:
         why = f" ({'; '.join(damaged)})" if damaged else ""
         raise CheckpointError(f"--continue is {run}, which has no complete checkpoint{why}: give the folder of a run")
-    if found.step >= steps:
+    if saved.step >= steps:
         raise CheckpointError(
-            f"--continue is {run}, which has done {found.step} steps, but train.steps is {steps}: it counts the steps of both "
+            f"--continue is {run}, which has done {saved.step} steps, but train.steps is {steps}: it counts the steps of both "
             "runs, so raise it"
         )
-    return found, damaged
+    return saved, damaged
 
 
-def verified(found: Checkpoint | None, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the checkpoint that rank 0 has found if it is undamaged, otherwise the newest undamaged one before it.
+def verified(saved: Checkpoint | None, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
+    """Returns the checkpoint that rank 0 has if it is undamaged, otherwise the newest undamaged one before it.
 
     Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged. Collective.
     """
-    first = found = gather_objects(found, group)[0]
+    first = saved = gather_objects(saved, group)[0]
     damaged: list[str] = []
-    while found is not None and (problem := found.damage(group)):
-        damaged.append(f"{found.folder} is damaged ({problem}): not used")
-        found, more = gather_objects(newest(found.run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
+    while saved is not None and (problem := saved.damage(group)):
+        damaged.append(f"{saved.folder} is damaged ({problem}): not used")
+        saved, more = gather_objects(newest(saved.run, before=saved.step) if dist.get_rank(group) == 0 else None, group)[0]
         damaged += more
-    if found is None and first is not None:
+    if saved is None and first is not None:
         raise NoCheckpoint(f"no checkpoint of {first.run} can be used: {'; '.join(damaged)}. {START_ANEW}")
-    return found, damaged
+    return saved, damaged
 
 
 def of_step(run: Path, step: int) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint of one step if it is complete, otherwise a message if it exists."""
     folder = folder_of(run, step)
-    found = _examine(folder)
-    return (found, []) if isinstance(found, Checkpoint) else (None, [f"{folder} {found}"] if folder.exists() else [])
+    saved = _examine(folder)
+    return (saved, []) if isinstance(saved, Checkpoint) else (None, [f"{folder} {saved}"] if folder.exists() else [])
 
 
 def steps(run: Path) -> list[int]:
     """Returns the steps of the complete checkpoints under `run`."""
-    return [found.step for found in map(_examine, _folders(run)) if isinstance(found, Checkpoint)]
+    return [saved.step for saved in map(_examine, _folders(run)) if isinstance(saved, Checkpoint)]
 
 
 def examined(run: Path) -> list[tuple[Path, Checkpoint | str]]:
@@ -182,19 +182,19 @@ def _examine(folder: Path) -> Checkpoint | str:
     if folder.suffix == ".partial":
         return "is incomplete (its write was interrupted)"
     try:
-        found = persistent(lambda: _read_state(folder))
+        saved = persistent(lambda: _read_state(folder))
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EIO):
             raise
         return f"has no readable {STATE} ({error})"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"is damaged ({error})"
-    if found.state.get("stage"):
+    if saved.state.get("stage"):
         raise CheckpointError(
             f"{folder} belongs to a later stage of a run with `stages`, which this version does not know: use the version that "
             "wrote it, and give later parts a run of their own (longctx train FILE --continue RUN)"
         )
-    return found
+    return saved
 
 
 def _read_state(folder: Path) -> Checkpoint:
@@ -213,11 +213,11 @@ def _read_state(folder: Path) -> Checkpoint:
         raise ValueError(f"{STATE}: {error}") from error
     for file, size in files.items():
         try:
-            found = file.stat().st_size
+            actual = file.stat().st_size
         except FileNotFoundError:
-            found = 0
-        if found != size:
-            raise ValueError(f"{file.name} has {found:,} bytes instead of {size:,}")
+            actual = 0
+        if actual != size:
+            raise ValueError(f"{file.name} has {actual:,} bytes instead of {size:,}")
     return Checkpoint(folder, state, checksums)
 
 

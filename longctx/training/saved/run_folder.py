@@ -37,18 +37,18 @@ def open_run_folder(
         raise RunFolderError(f"run folder {folder} cannot be written ({error}): {way_out}") from error
     if (folder / "latest").exists() and not (folder / "latest").is_symlink():
         raise RunFolderError(f"{folder / 'latest'} must be a link to a checkpoint, but is not a link: move it away")
-    found, damaged = checkpoint.newest(folder)
-    if resume and found is None and not or_begin:
+    saved, damaged = checkpoint.newest(folder)
+    if resume and saved is None and not or_begin:
         why = f" ({'; '.join(damaged)})" if damaged else ""
         raise RunFolderError(
             f"nothing to resume from: {folder} has no complete checkpoint{why}. Start without --resume, or with --resume-if-any"
         )
-    if or_begin and found is None and checkpoint.was_saved(folder):
+    if or_begin and saved is None and checkpoint.was_saved(folder):
         why = f" ({'; '.join(damaged)})" if damaged else ""
         raise RunFolderError(f"no checkpoint of {folder} can be used{why}. {checkpoint.START_ANEW}")
-    if not resume and found is not None:
+    if not resume and saved is not None:
         raise RunFolderError(
-            f"run folder {folder} contains a run with a checkpoint at step {found.step}: add --resume to continue it, or "
+            f"run folder {folder} contains a run with a checkpoint at step {saved.step}: add --resume to continue it, or "
             "choose another folder with --train.run_dir"
         )
     if not resume and (folder / "metrics.jsonl").exists():
@@ -62,7 +62,7 @@ def open_run_folder(
             f"run folder {folder} has {free / 1e6:,.1f} MB free, but two checkpoints of this model need "
             f"{2 * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
         )
-    return (found if resume else None), damaged
+    return (saved if resume else None), damaged
 
 
 @contextmanager

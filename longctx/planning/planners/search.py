@@ -7,9 +7,10 @@ A document takes the smallest degree at which its ranks finish it within a time 
 - one limit for all documents, as a share of the time of evenly spread work: lower limits give more and finer pieces, which pack
   better but lose kernel efficiency;
 - one limit per micro-batch, if the longest document exceeds the even time even on all ranks (`shortest_path.py`).
-In blocks of one rank, with few documents per rank, further layouts let documents share groups of ranks (`shared_rings.py`).
-Layouts are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with the documents
-of degree 1; then fewer and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost decides.
+In blocks of one rank, with few documents per rank, documents may also share groups of ranks (`shared_rings.py`).
+Placements of rings are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with
+documents of degree 1; then fewer and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost
+decides.
 """
 
 import bisect
@@ -20,18 +21,18 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, least_degrees
-from longctx.planning.cost.bounds import bound_ns, lower_bound_ns
+from longctx.planning.cost.bounds import even_work_bound_ns, step_bound_ns
 from longctx.planning.cost.model import nanoseconds
-from longctx.planning.planners.auto.degree_table import DegreeTable
-from longctx.planning.planners.auto.packing import Rings, even_out, fill, place_rings
-from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
-from longctx.planning.planners.auto.shared_rings import grouped_rings
-from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.cost.rounds import PRICE
+from longctx.planning.planners.degree_table import DegreeTable
+from longctx.planning.planners.packing import PlacedRings, even_out, fill, place_rings
+from longctx.planning.planners.settings import DEFAULT, SearchSettings
+from longctx.planning.planners.shared_rings import shared_rings
+from longctx.planning.planners.shortest_path import LimitGraph
 from longctx.planning.planners.step import Candidate, Degrees, Step
-from longctx.planning.rounds import PRICE
 
-Filled = tuple[Rings, Assignment]
-"""A layout of rings, and its assignment of all documents."""
+Filled = tuple[PlacedRings, Assignment]
+"""Rings in their places, and an assignment of all documents with these rings."""
 
 
 def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
@@ -49,7 +50,7 @@ def finer_and_finer(step: Step, settings: SearchSettings = DEFAULT) -> Iterator[
     priced = replace(step, round_price=PRICE)
     best: Candidate | None = None
     quickest = NEVER
-    bound = lower_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)
+    bound = step_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)
     few = len(step.lengths) <= settings.few * step.ranks
     micro_batches = step.fewest_micro_batches if step.pipeline.ranks > 1 else 1  # pipelines are planned at several budgets
     for block in settings.blocks:
@@ -73,8 +74,11 @@ def _worthwhile(step: Step, block: int, limit: float) -> bool:
     blocks, empty = divmod(step.ranks, block)
     if blocks < 2 or empty * 32 > step.ranks:
         return False
-    least = least_degrees(step.lengths, blocks, step.tokens_per_rank, block)
-    return bool(least.all()) and bound_ns(step.profile, step.lengths, least * block, step.ranks, step.tokens_per_rank) <= limit
+    least, tokens_per_rank = least_degrees(step.lengths, blocks, step.tokens_per_rank, block), step.tokens_per_rank
+    return (
+        bool(least.all())
+        and even_work_bound_ns(step.profile, step.lengths, least * block, step.ranks, tokens_per_rank) <= limit
+    )
 
 
 def search_in_blocks(step: Step, settings: SearchSettings) -> tuple[Assignment, int]:
@@ -90,15 +94,15 @@ def search_in_blocks(step: Step, settings: SearchSettings) -> tuple[Assignment, 
     return _best_filled(table, plans)
 
 
-class Layouts:
-    """The most promising ring layouts for one number of micro-batches, by estimated makespan."""
+class Shortlist:
+    """The most promising placements of rings for one number of micro-batches, by estimated makespan."""
 
     def __init__(self, table: DegreeTable, micro_batches: int) -> None:
         self.table, self.step, self.settings, self.micro_batches = table, table.step, table.settings, micro_batches
-        self.best: list[Rings] = []
+        self.best: list[PlacedRings] = []
 
     def add(self, split: Degrees, start: Integers | int, stop: Integers | int) -> None:
-        """Adds the layout of these degrees, unless its work alone shows that `settings.filled` other layouts are better."""
+        """Adds the placement of these degrees, unless its work alone shows that `settings.filled` others are better."""
         filled = self.settings.filled
         if len(self.best) >= filled and split.work >= self.best[filled - 1].estimate_ns * self.step.ranks:
             return
@@ -106,13 +110,13 @@ class Layouts:
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
     def add_split(self, split: Degrees) -> None:
-        """Adds layouts with rings in as few micro-batches as possible, and in all micro-batches."""
+        """Adds placements with rings in as few micro-batches as possible, and in all micro-batches."""
         fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // self.step.ranks))
         for stop in sorted({min(self.micro_batches, fewest), self.micro_batches}):
             self.add(split, 0, stop)
 
     def add_one_limit(self) -> None:
-        """Adds layouts with one limit for all documents."""
+        """Adds placements with one limit for all documents."""
         table = self.table
         even_ns = table.even_ns(self.micro_batches * self.step.ranks)
         seen = set()
@@ -126,18 +130,18 @@ class Layouts:
 def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
     """Returns the best plans with `micro_batches` and with one more."""
     step, settings = table.step, table.settings
-    fewest, more = Layouts(table, micro_batches), Layouts(table, micro_batches + 1)
+    fewest, more = Shortlist(table, micro_batches), Shortlist(table, micro_batches + 1)
     roomy = int(step.single_tokens.sum()) < settings.tight * micro_batches * step.ranks * step.tokens_per_rank
-    for layouts in (fewest, more):
-        if layouts is more and roomy and fewest.best:
-            for promising in fewest.best[: settings.promising]:
-                layouts.add_split(step.split(promising.degree))
-        else:
-            layouts.add_one_limit()
-    plans = [plan for layouts in (fewest, more) for plan in _filled(layouts.best[: 2 * settings.filled], settings.filled)]
+    fewest.add_one_limit()
+    if roomy and fewest.best:
+        for rings in fewest.best[: settings.promising]:
+            more.add_split(step.split(rings.degree))
+    else:
+        more.add_one_limit()
+    plans = [plan for shortlist in (fewest, more) for plan in _filled(shortlist.best[: 2 * settings.filled], settings.filled)]
     few = micro_batches == step.block == 1 and len(step.lengths) <= settings.few * step.ranks
-    if few and (rings := grouped_rings(step, table.even_ns(step.ranks))):
-        plans.append((rings, Assignment.alternating(rings.micro_batch, rings.first_rank, rings.degree)))
+    if few and (shared := shared_rings(step, table.even_ns(step.ranks))):
+        plans.append((shared, Assignment.alternating(shared.micro_batch, shared.first_rank, shared.degree)))
     return plans
 
 
@@ -146,7 +150,7 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
     step, launch_ns = table.step, nanoseconds(table.step.profile.launch_s)
     documents = table.time, table.tokens, table.degrees
     graph = LimitGraph.of(*documents, step.ranks, step.tokens_per_rank, table.short_ns_per_token, launch_ns)
-    found: list[tuple[int, Rings]] = []
+    found: list[tuple[int, PlacedRings]] = []
     seen = set()
     for index, number in map(graph.shortest_path, table.settings.prices):
         if (key := (index.tobytes(), number.tobytes())) in seen:
@@ -161,9 +165,9 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
     return _filled([rings for _, rings in sorted(found, key=lambda each: each[0])], table.settings.filled)
 
 
-def _filled(layouts: Sequence[Rings], count: int) -> list[Filled]:
-    """Fills layouts with the remaining documents and returns the first `count` that fit."""
-    attempts = ((rings, fill(rings)) for rings in layouts)
+def _filled(placements: Sequence[PlacedRings], count: int) -> list[Filled]:
+    """Fills placements with the remaining documents and returns the first `count` that fit."""
+    attempts = ((rings, fill(rings)) for rings in placements)
     return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), count))
 
 

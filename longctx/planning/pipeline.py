@@ -9,8 +9,10 @@ of the longest micro-batch. Chunks and the zero-bubble schedule divide the bubbl
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal, get_args
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 IN_CHUNKS = ("interleaved", "zero-bubble")
 """Schedules that support several stages per rank."""
 ZERO_BUBBLE = 3

@@ -1,11 +1,11 @@
 """Packing: places documents of known degree into K micro-batches of N ranks.
 
 1. Rings and documents that take more than half a micro-batch: longest first, each on the least loaded run of ranks.
-2. Targets: the time of each micro-batch once it takes the remaining documents, treated as a fluid, within the token budget.
+2. Targets: the time of each micro-batch once it takes the remaining documents, poured in as water is, within the token budget.
 3. Remaining documents: longest first, each on the rank with the most room below its micro-batch's target (list scheduling,
    Graham 1969).
 
-The sum of the targets estimates the makespan without step 3, so many layouts are compared and few are filled.
+The sum of the targets estimates the makespan without step 3, so many placements of rings are compared and few are filled.
 """
 
 import heapq
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, spread
-from longctx.planning.planners.auto.local_search import balance
+from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.step import Degrees, Step
 
 FULL = NEVER // 2
@@ -25,15 +25,15 @@ FULL = NEVER // 2
 
 
 @dataclass(frozen=True)
-class Rings:
-    """A layout of rings and other large documents, before the remaining documents are placed.
+class PlacedRings:
+    """Rings and other large documents in their places, before the remaining documents are placed.
 
     Attributes:
         degree, time, tokens: degree, time per rank in nanoseconds and maximum tokens per rank (arrays [documents]).
         placed: mask of the documents placed so far; the others have degree 1.
         micro_batch, first_rank: places of these documents (arrays [documents]).
         load, free: their nanoseconds and the free tokens on every rank (arrays [micro-batches, ranks]).
-        target: nanoseconds of every micro-batch including the remaining documents, treated as a fluid.
+        target: nanoseconds of every micro-batch including the remaining documents, poured in as water is.
     """
 
     degree: Integers
@@ -47,8 +47,8 @@ class Rings:
     target: Integers
 
     @classmethod
-    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
-        """Builds a layout of all documents in one micro-batch, with rings that start at `first_rank`."""
+    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "PlacedRings":
+        """Places all documents in one micro-batch, with rings that start at `first_rank`."""
         stop, row = first_rank + split.degree, np.zeros_like(first_rank)
         load = spread(split.time, row, first_rank, stop, (1, step.ranks))
         free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
@@ -71,7 +71,7 @@ class Rings:
 
 def place_rings(
     step: Step, split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
-) -> Rings | None:
+) -> PlacedRings | None:
     """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per document.
 
     A document without room there goes to any other micro-batch; returns None if it fits nowhere. `dense` places rings side by
@@ -117,10 +117,10 @@ def place_rings(
         return None
     if single < len(early) and not at_once(early[single:]) and not in_turn(slice(single, None)):
         return None
-    target = _fluid_targets(load, free, int(time[~placed].sum()), int(split.tokens[~placed].sum()))
+    target = _water_filled(load, free, int(time[~placed].sum()), int(split.tokens[~placed].sum()))
     if target is None:
         return None
-    return Rings(split.degree, time, split.tokens, placed, micro_batch, first_rank, load, free, target)
+    return PlacedRings(split.degree, time, split.tokens, placed, micro_batch, first_rank, load, free, target)
 
 
 def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
@@ -132,7 +132,8 @@ def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Int
 
 
 def _singles_at_end(degree: Integers, times: Integers, start: Integers, stop: Integers) -> int:
-    """Returns where documents begin of which all further ones take one rank, the same time on any, and the same micro-batches.
+    """Returns the index from which on every document is single-rank, takes the same time on any rank, and has the same range of
+    micro-batches.
 
     Each takes the emptiest rank: a heap finds it faster than `_best_run`.
     """
@@ -163,30 +164,32 @@ def _sliding_max(values: Integers, width: int) -> Integers:
     return result
 
 
-def _fluid_targets(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
+def _water_filled(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
     """Returns the targets with the smallest sum that take `work` more nanoseconds and `tokens`; None if tokens do not fit.
 
-    A rank takes work up to its micro-batch's target or until its tokens are used up, at the mean time per token. Raising a
-    target adds work to every rank with free tokens, so the micro-batch with the most such ranks is raised first. Example: with
-    tokens to spare, loads of 4 and 2 in one micro-batch and of 3 and 1 in another take 6 more at targets 5 and 3.
+    Water filling: a rank takes work up to its micro-batch's target or until its tokens are used up, at the mean time per token.
+    Raising a target adds work to every rank with free tokens, so the micro-batch with the most such ranks is raised first.
+    Example: with tokens to spare, loads of 4 and 2 in one micro-batch and of 3 and 1 in another take 6 more at targets 5 and 3.
     """
     if tokens > int(free.sum()):
         return None
-    start = load.max(axis=1)
+    lowest = load.max(axis=1)
     full = load + np.floor(free * (work / max(1, tokens))).astype(np.int64)
-    missing = work - int((np.minimum(full, start[:, None]) - load).sum())
-    steps = np.sort(np.maximum(full, start[:, None]), axis=1)
-    width = np.diff(steps, axis=1, prepend=start[:, None])
-    slope = np.broadcast_to(np.arange(load.shape[1], 0, -1), width.shape)
-    order = np.lexsort((np.broadcast_to(np.arange(len(load))[:, None], width.shape).ravel(), -slope.ravel()))
-    taken = (width * slope).ravel()[order]
-    before = np.cumsum(taken) - taken
-    use = np.clip(-(-(missing - before) // slope.ravel()[order]), 0, width.ravel()[order])
-    target: Integers = start + np.bincount(order // load.shape[1], use, len(load)).astype(np.int64)
+    missing = work - int((np.minimum(full, lowest[:, None]) - load).sum())
+    # A target rises from level to level; at each level one more rank is full and rises no further.
+    level = np.sort(np.maximum(full, lowest[:, None]), axis=1)
+    rise = np.diff(level, axis=1, prepend=lowest[:, None]).ravel()
+    micro_batches, ranks = load.shape
+    micro_batch, ranks_that_rise = np.repeat(np.arange(micro_batches), ranks), np.tile(np.arange(ranks, 0, -1), micro_batches)
+    order = np.lexsort((micro_batch, -ranks_that_rise))
+    micro_batch, rise, ranks_that_rise = micro_batch[order], rise[order], ranks_that_rise[order]
+    poured = np.cumsum(rise * ranks_that_rise) - rise * ranks_that_rise  # before each rise
+    risen = np.clip(-(-(missing - poured) // ranks_that_rise), 0, rise)
+    target: Integers = lowest + np.bincount(micro_batch, risen, micro_batches).astype(np.int64)
     return target
 
 
-def fill(rings: Rings) -> Assignment | None:
+def fill(rings: PlacedRings) -> Assignment | None:
     """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
     rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
     rest = rest[np.argsort(-rings.time[rest], kind="stable")]
@@ -198,7 +201,7 @@ def fill(rings: Rings) -> Assignment | None:
     return _with_slots(rings, slots, ranks)
 
 
-def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
+def even_out(rings: PlacedRings, plan: Assignment, rounds: int) -> Assignment:
     """Moves and swaps documents of degree 1 until all targets are met, for at most `rounds` rounds."""
     ranks = rings.load.shape[1]
     singles = np.flatnonzero(rings.degree == 1)
@@ -209,7 +212,7 @@ def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
     return _with_slots(rings, slots, ranks)
 
 
-def _with_slots(rings: Rings, slots: Integers, ranks: int) -> Assignment:
+def _with_slots(rings: PlacedRings, slots: Integers, ranks: int) -> Assignment:
     """Builds the assignment from slots: slot = micro-batch · N + rank."""
     return Assignment.alternating(*np.divmod(slots, ranks), rings.degree)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.cost.hardware_profile import EfficiencyTable
 from longctx.planning.cost.model import efficiency, equivalent_length
+from longctx.planning.hardware_profile import EfficiencyTable
 
 OVERLAP_STEPS = 1000
 SPLIT_PENALTY_STEPS, MOST_SPLIT_PENALTY = 400, 4.0
@@ -129,14 +129,3 @@ def fit_overlap(times: Sequence[OverlapTime]) -> tuple[float, float]:
 def _residual(modelled: Sequence[float], measured: Sequence[float]) -> float:
     squares = [(a / b - 1) ** 2 for a, b in zip(modelled, measured, strict=True)]
     return math.sqrt(math.fsum(squares) / len(squares))
-
-
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, element_bytes: int, passes: int = 3) -> int:
-    """Returns the bytes of K and V per token in all layers and passes: fetched forward, fetched and returned in backward.
-
-    Ranks at the ends of a ring move this many bytes: index 0 fetches all rows of its peers and returns all their gradients; the
-    last index sends all its rows and receives all their gradients. Ranks in between move less (three quarters on average), but
-    a pass takes as long as its slowest rank. `passes` is 4 if attention is recomputed, and one less if K and V are kept for
-    backward. Gradients travel in the dtype of K and V.
-    """
-    return layers * 2 * kv_heads * head_dim * element_bytes * passes

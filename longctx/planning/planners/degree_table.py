@@ -3,7 +3,7 @@
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers, least_degrees
-from longctx.planning.planners.auto.settings import SearchSettings
+from longctx.planning.planners.settings import SearchSettings
 from longctx.planning.planners.step import Degrees, Step
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import Floats, Score, attention_ns, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.cost.model import Floats, StepTimes, attention_ns, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
 PRICE = 0.02
@@ -28,8 +28,8 @@ FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
 
 
 def choose_rounds(
-    profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score, max_remote_tokens: int | None = None
-) -> tuple[Integers, Score]:
+    profile: HardwareProfile, lengths: Integers, a: Assignment, timed: StepTimes, max_remote_tokens: int | None = None
+) -> tuple[Integers, StepTimes]:
     """Returns the number of exchange rounds of every document, and the times of the assignment with them.
 
     `timed` is its score by `cost.model.score`. Rounds are enough that none has more than about `max_remote_tokens` remote
@@ -44,7 +44,7 @@ def choose_rounds(
         np.maximum.at(fewest, a.micro_batch, a.degree - 1)
         remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
         fewest = np.clip(-(-remote // max_remote_tokens), 1, fewest)
-    exchange = _Exchange(profile, lengths, a, timed)
+    exchange = _ExchangeTimes(profile, lengths, a, timed)
     least = exchange.possible(fewest[exchange.row])
     chosen, time = least, exchange.time(least)
     for count in CHOICES:
@@ -58,18 +58,18 @@ def choose_rounds(
     return rounds, exchange.score(timed, time)
 
 
-def plan_score(plan: Plan) -> Score:
+def plan_score(plan: Plan) -> StepTimes:
     """Returns the predicted times of a plan."""
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
     timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline)
-    exchange = _Exchange(plan.profile, lengths, a, timed)
+    exchange = _ExchangeTimes(plan.profile, lengths, a, timed)
     rounds = np.ones_like(lengths)
     for p in (p for placements in plan.micro_batches for p in placements):
         rounds[p.document] = p.rounds
     return exchange.score(timed, exchange.time(exchange.possible(rounds[exchange.rings])))
 
 
-class _Exchange:
+class _ExchangeTimes:
     """The exchange of an assignment; arrays [micro-batches, ranks] in nanoseconds, others by ring.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Exchange:
         whole: inside the node, from relays, and across nodes: messages of a pass in one round.
     """
 
-    def __init__(self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score) -> None:
+    def __init__(self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: StepTimes) -> None:
         self.profile, self.shape = profile, timed.time.shape
         self.busy, self.exposed = timed.time - timed.exposed, timed.exposed
         self.rings = rings = np.flatnonzero(a.degree > 1)
@@ -108,7 +108,7 @@ class _Exchange:
         result: Integers = np.where(self.two_levels, rounds, np.minimum(rounds, self.degree - 1))
         return result
 
-    def score(self, timed: Score, time: Integers) -> Score:
+    def score(self, timed: StepTimes, time: Integers) -> StepTimes:
         """Returns a score with other times."""
         return replace(timed, time=time, exposed=time - self.busy)
 

@@ -1,4 +1,4 @@
-"""Shared rings: layouts for steps with few documents per rank, where several split documents share the same ranks.
+"""Shared rings: placements for steps with few documents per rank, where several split documents share the same ranks.
 
 All documents run in one micro-batch within a time limit. Each document, longest first, joins the narrowest group of ranks that
 has time and tokens left for it, or opens the narrowest group that is fast enough. Only few widths are used, so documents of
@@ -12,7 +12,7 @@ import numpy as np
 
 from longctx.planning.assignment import largest_shards
 from longctx.planning.cost.model import alone_ns
-from longctx.planning.planners.auto.packing import Rings
+from longctx.planning.planners.packing import PlacedRings
 from longctx.planning.planners.step import Degrees, Step
 
 PRECISION = 512
@@ -22,8 +22,8 @@ Choice = tuple[list[int], list[int]]
 """Nanoseconds (0 where it does not fit) and tokens per rank of a document, for every group width."""
 
 
-def grouped_rings(step: Step, even_ns: int) -> Rings | None:
-    """Returns the fastest layout found with a time between `even_ns` and twice that, or None.
+def shared_rings(step: Step, even_ns: int) -> PlacedRings | None:
+    """Returns the fastest placement found with a time between `even_ns` and twice that, or None.
 
     Widths are powers of two.
     """
@@ -46,7 +46,7 @@ def grouped_rings(step: Step, even_ns: int) -> Rings | None:
     wider = np.cumsum((widths * groups)[::-1])[::-1] - widths * groups  # ranks of all wider groups, which come first
     document, degree = np.arange(len(order)), widths[which]
     split = Degrees(degree, times[document, which], shards[document, which])
-    return Rings.in_one(step, split, wider[which] + group * degree)
+    return PlacedRings.in_one(step, split, wider[which] + group * degree)
 
 
 def place_within(

@@ -1,4 +1,4 @@
-"""Shortest path: layouts with a separate time limit per micro-batch, for documents too long for even micro-batches.
+"""Shortest path: rings with a separate time limit per micro-batch, for documents too long for even micro-batches.
 
 Documents, longest first, are cut into runs. The rings of one run fill one micro-batch side by side, each at the smallest degree
 that meets the micro-batch's limit. The best cuts and limits are a shortest path from the longest to the shortest document

@@ -15,18 +15,19 @@ import numpy as np
 
 from longctx.planning.assignment import least_degrees
 from longctx.planning.check import check_lengths, check_plan, check_settings
-from longctx.planning.cost.bounds import plan_cost
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import Score
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
+from longctx.planning.cost.model import StepTimes
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.auto.search import finer_and_finer
-from longctx.planning.planners.by_mode import MODES, or_by_other_modes
+from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
+from longctx.planning.planners.search import finer_and_finer, search
+from longctx.planning.planners.static import best_static, plan_static
 from longctx.planning.planners.step import Candidate, Step, fastest
 
 CLOSE = 1.1
-"""Budgets of a pipeline are searched on if the first plan is at most so many times slower with them than with the best."""
+"""In a pipeline, token budgets whose first plan is within this factor of the best are searched further."""
 
 
 def make_plan(
@@ -66,7 +67,7 @@ def make_plan(
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens, pipeline=pipeline)
-    best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
+    best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     placements, timed = _in_order(best, pipeline)
     plan = Plan(
         mode=mode,
@@ -84,6 +85,24 @@ def make_plan(
     return plan
 
 
+def plan_auto(step: Step) -> Candidate:
+    """Returns the fastest plan of the search, mode bins and mode static."""
+    return or_by_other_modes(step, search(step))
+
+
+def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
+    """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
+    with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
+        degrees = bin_degrees(step)
+        if even_work_bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:
+            best = fastest(best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees)))
+    return fastest(best, best_static(step, range(1, step.ranks + 1), below=best.makespan_ns))
+
+
+PLANNERS: dict[str, Callable[[Step], Candidate]] = {"auto": plan_auto, "static": plan_static, "bins": plan_bins}
+"""Mode → planner; planners raise PlanError if the documents do not fit."""
+
+
 def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     """Returns the best plan including the bubble of the pipeline.
 
@@ -91,7 +110,7 @@ def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     budgets, so it is never worse than they are.
     """
     if mode != "auto":
-        return fastest(*_by_budget(MODES[mode], step))
+        return fastest(*_by_budget(PLANNERS[mode], step))
     searches: list[Iterator[Candidate]] = []
 
     def begin(smaller: Step) -> Candidate:
@@ -131,7 +150,7 @@ def _budgets(step: Step) -> Iterator[Step]:
         step = replace(step, tokens_per_rank=step.tokens_per_rank // 2)
 
 
-def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placement, ...], ...], Score]:
+def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placement, ...], ...], StepTimes]:
     """Returns the non-empty micro-batches and their times: longest first, or in a pipeline with rising, then falling times.
 
     The pipeline then fills and drains with short micro-batches, and concurrent forward and backward passes take similar times.

@@ -1,0 +1,255 @@
+"""What does not go with what: a table of rows, from which problems, their ways out and a table of the guide follow.
+
+A condition is text: `SETTING is VALUE`, `SETTING is not VALUE` or `SETTING > NUMBER`; several are joined by `and`. Besides
+settings, conditions name facts of the model (`FACTS`), which for a checkpoint are those of its files. A way out is an override.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from longctx.config.problems import Problem, yaml_text
+from longctx.config.run import SECTIONS, Config
+from longctx.model.context_extension import ROPE_SETTINGS
+from longctx.model.options import ROUTERS, WITH_BIAS
+from longctx.model.presets import EXPERT_OPTIONS, ModelShape
+from longctx.planning.cost.spec import ModelSpec
+from longctx.safe_yaml import parse
+
+A_CHECKPOINT, A_STORE = "a checkpoint", "a folder written by `longctx prepare`"
+
+
+class Where(NamedTuple):
+    """A condition, and overrides with any of which it no longer holds."""
+
+    condition: str
+    ways_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting that is refused under a condition on other settings.
+
+    Attributes:
+        refused: the condition on the setting at fault.
+        where: the condition on other settings or on the model.
+        why: why both do not go together.
+        instead: what the setting can be set to, if not to its default.
+    """
+
+    refused: str
+    where: Where
+    why: str
+    instead: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The setting at fault."""
+        return _conditions(self.refused)[0].name
+
+    @property
+    def ways_out(self) -> tuple[str, ...]:
+        """Overrides, each of which is enough."""
+        section, name = self.key.split(".")
+        default = SECTIONS[section].model_fields[name].default
+        return f"{self.key}={self.instead or yaml_text(default)}", *self.where.ways_out
+
+    @property
+    def fix(self) -> str:
+        """The ways out in words."""
+        texts = [f"set it to {self.instead}" if self.instead else "omit it"]
+        for way_out in self.where.ways_out:
+            name, _, value = way_out.partition("=")
+            texts.append(f"omit {name}" if value == "null" else f"set {name} to {value}")
+        return ", or ".join(texts)
+
+    def problem(self, config: Config, spec: ModelSpec | None) -> Problem | None:
+        """Returns the problem if the settings have it. Without `spec`, nothing is known of the model."""
+        conditions = _conditions(self.refused) + _conditions(self.where.condition)
+        if spec is None and any(condition.name in FACTS for condition in conditions):
+            return None
+        values = []
+        for condition in conditions:
+            values.append(_value(condition.name, config, spec))
+            if not condition.holds(values[-1]):
+                return None
+        key, *names = (condition.name for condition in conditions)
+        where = " and ".join(f"{name} is {yaml_text(value)}" for name, value in zip(names, values[1:], strict=True))
+        others = tuple(FACTS[name][0] if name in FACTS else name for name in names)
+        return Problem(key, values[0], f"not possible where {where}: {self.why}", self.fix, others)
+
+
+class _Condition(NamedTuple):
+    name: str
+    operator: str
+    operand: Any
+
+    def holds(self, value: Any) -> bool:
+        if self.operator == ">":
+            return value is not None and bool(value > self.operand)
+        return bool(value == self.operand) == (self.operator == "is")
+
+
+@cache
+def _conditions(text: str) -> tuple[_Condition, ...]:
+    parts = [re.split(" (is not|is|>) ", part) for part in text.split(" and ")]
+    return tuple(_Condition(name, operator, parse(operand)) for name, operator, operand in parts)
+
+
+def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
+    if name in FACTS and spec is not None:
+        return FACTS[name][1](config, spec)
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def _router(config: Config, spec: ModelSpec) -> str:
+    """Returns which code runs the routers of experts: native, transformers (if it can be watched) or none."""
+    if spec.largest_layer.experts:
+        return "native"
+    return "transformers" if _model_type(config) in ROUTERS else "none"
+
+
+def _router_bias(config: Config, spec: ModelSpec) -> bool:
+    """Returns whether routers have a bias; no family of checkpoints that the native decoder runs has one."""
+    if config.model.from_pretrained is None:
+        return config.model.sizes().router_bias
+    return not spec.largest_layer.experts and _model_type(config) in WITH_BIAS
+
+
+def _model_type(config: Config) -> str | None:
+    files = config.model_source().files
+    return None if files is None else str(files.config.get_text_config().model_type)
+
+
+FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
+    "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
+    "the router": ("model.num_experts", _router),
+    "the bias of the router": ("model.router_bias", _router_bias),
+    "multi-token prediction": ("model.num_nextn_predict_layers", lambda config, spec: spec.predictions),
+    "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.state_size for layer in spec.layers)),
+}
+"""What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
+
+NEW_MODEL = Where("model.from_pretrained is null", (f"model.from_pretrained={A_CHECKPOINT}",))
+CHECKPOINT = Where("model.from_pretrained is not null", ("model.from_pretrained=null",))
+LORA = Where("lora.rank is not null", ("lora.rank=null",))
+NO_LORA = Where("lora.rank is null", ("lora.rank=8",))
+DPO = Where("dpo.beta is not null", ("dpo.beta=null",))
+NO_DPO = Where("dpo.beta is null", ("dpo.beta=0.1",))
+MASKED = Where("masked.share is not null", ("masked.share=null",))
+CAUSAL = Where("masked.share is null", ("masked.share=0.3",))
+TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_size=1",))
+PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
+ZERO_BUBBLE = Where(
+    "parallel.pipeline_schedule is zero-bubble and parallel.pipeline_parallel_size > 1", ("parallel.pipeline_schedule=1f1b",)
+)
+EXPERTS = Where("the number of experts > 0")
+NO_EXPERTS = Where("the number of experts is 0")
+NEW_WITHOUT_EXPERTS = Where("the number of experts is 0 and model.from_pretrained is null", ("model.num_experts=8",))
+COMPILED = Where("train.compile is true", ("train.compile=null",))
+SPLIT = ("parallel.tensor_parallel_size > 1", "parallel.pipeline_parallel_size > 1")
+BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
+
+
+def _rows() -> Iterator[Row]:
+    yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
+    for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
+        yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
+    yield from _objectives()
+    yield from _data()
+    yield from _parallelism()
+    yield from _experts()
+    yield from _speed()
+
+
+def _objectives() -> Iterator[Row]:
+    for setting in ("lora.alpha is not null", "lora.target_modules is not all-linear"):
+        yield Row(setting, NO_LORA, "it has no effect without LoRA")
+    yield Row("lora.rank is not null", NEW_MODEL, "adapters are trained on the weights of a checkpoint")
+    yield Row("model.implementation is native", LORA, "the native decoder has no adapters")
+    for setting in SPLIT:
+        yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
+    yield Row("dpo.label_smoothing > 0", NO_DPO, "it has no effect without DPO")
+    for setting in ("masked.random is not 0.1", "masked.kept is not 0.1", "masked.token is not null"):
+        yield Row(setting, CAUSAL, "it has no effect on a causal model")
+    yield Row("masked.share is not null", NEW_MODEL, "masked tokens are predicted by an encoder, and presets are causal")
+    yield Row("dpo.beta is not null", MASKED, "DPO needs a causal model, and masked tokens are predicted by an encoder")
+    yield Row("model.implementation is native", MASKED, "the native decoder is causal")
+    for setting in SPLIT:
+        yield Row(setting, MASKED, "encoders are run by transformers' own code, which cannot split a model over ranks")
+    no_predictions = Where("multi-token prediction is 0", ("model.num_nextn_predict_layers=1",))
+    yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
+    predictions = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
+    yield Row("dpo.beta is not null", predictions, "the loss of DPO is not one of single tokens")
+    yield Row("parallel.pipeline_parallel_size > 1", predictions, "the last stage would need the embedding of the first")
+
+
+def _data() -> Iterator[Row]:
+    several = Where("data.stores is null", ("data.stores=[{path: stores/a, weight: 1}]",))
+    yield Row("data.store is null", several, "a run needs documents", A_STORE)
+    yield Row("data.stores is not null", Where("data.store is not null", ("data.store=null",)), "only one of them is read")
+    no_documents = Where("eval.store is null and data.held_out is 0", ("data.held_out=0.01", f"eval.store={A_STORE}"))
+    yield Row("eval.every is not null", no_documents, "there are no documents to validate on")
+    other_store = Where("eval.store is not null", ("eval.store=null",))
+    yield Row("data.held_out > 0", other_store, "validation uses eval.store, and held-out documents would never be used")
+    no_checkpoints = Where("checkpoint.every is null", ("checkpoint.every=100",))
+    yield Row("checkpoint.export is not null", no_checkpoints, "the last checkpoint is exported")
+
+
+def _parallelism() -> Iterator[Row]:
+    not_static = Where("context.mode is not static", ("context.mode=static",))
+    yield Row("context.degree is not null", not_static, "only mode static takes a degree")
+    yield Row(
+        "context.bins is not null", Where("context.mode is not bins", ("context.mode=bins",)), "only mode bins takes a table"
+    )
+    yield Row("context.kernel is cpu", Where("train.device is cuda"), "this kernel runs on a CPU")
+    yield Row("context.kernel is flash", Where("train.device is cpu"), "this kernel runs on GPUs")
+    yield Row("parallel.reduce_after is micro_batch", PIPELINE, "a pipeline reduces gradients once per step")
+    later = "weight gradients are computed after the block's backward, when its weights are resharded"
+    yield Row("parallel.reshard_after is block", ZERO_BUBBLE, later, "step")
+    yield Row("train.recompute is not none", ZERO_BUBBLE, "backward runs in two parts, and would recompute the block in each")
+    yield Row("train.mlp_tile_tokens is not null", ZERO_BUBBLE, "backward runs in two parts, and would recompute tiles in each")
+    yield Row("train.compile is true", ZERO_BUBBLE, "backward runs in two parts, which compiled blocks do not support")
+    yield Row("train.compile is true", TENSOR, "torch.compile cannot trace it with a varying number of tokens")
+    yield Row("train.mlp_tile_tokens is not null", TENSOR, "the output of the whole MLP is scattered over its ranks")
+
+
+def _experts() -> Iterator[Row]:
+    yield Row("parallel.expert_parallel_size > 1", NO_EXPERTS, "the model has no experts")
+    for name in sorted(EXPERT_OPTIONS):
+        yield Row(f"model.{name} is not null", NEW_WITHOUT_EXPERTS, "it has no effect without experts")
+    whole = Where("parallel.expert_parallel_size is 1 and parallel.tensor_parallel_size is 1 and the number of experts > 0")
+    yield Row("parallel.expert_max_load is not 2.0", whole, "it has no effect, as experts are not split over ranks")
+    yield Row("train.float8 is not null", EXPERTS, "float8 is not supported for mixtures of experts")
+    yield Row("train.compile is true", EXPERTS, "numbers of rows of experts depend on data")
+    families = f"only experts of the native decoder, and of model_type {', '.join(ROUTERS)}, can be balanced"
+    for name in BALANCE:
+        yield Row(f"{name} > 0", Where("the router is none"), families)
+        yield Row(f"{name} > 0", LORA, "LoRA freezes routers")
+        watched = Where(f"{name} > 0 and the router is transformers", (f"{name}=0.0",))
+        yield Row("train.compile is true", watched, "blocks of checkpoints whose routers are watched cannot be compiled")
+        yield Row("train.mlp_tile_tokens is not null", watched, "watched routers cannot run in tiles in transformers' own code")
+    no_bias = "the bias of the router is false and the router is not none and model.from_pretrained is"
+    yield Row("balance.bias_rate > 0", Where(f"{no_bias} null", ("model.router_bias=true",)), "the router has no bias to move")
+    yield Row("balance.bias_rate > 0", Where(f"{no_bias} not null"), "the router has no bias to move")
+
+
+def _speed() -> Iterator[Row]:
+    yield Row("train.compile is true", Where("linear attention is true"), "chunks and messages differ between micro-batches")
+    float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
+    yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")
+    yield Row("train.float8 is not null", TENSOR, "each rank would scale its part of a tensor differently")
+    yield Row("train.float8 is not null", ZERO_BUBBLE, "torchao's layers cannot compute weight gradients later")
+    yield Row("train.float8 is not null", LORA, "base weights are frozen")
+    yield Row("train.fused is true", COMPILED, "compiled blocks fuse these operations themselves")
+    for where in (TENSOR, ZERO_BUBBLE):
+        yield Row("train.fused is true", where, "fused operations do not run in blocks that are split")
+    whole_blocks = Where("train.recompute is none", ("train.recompute=selective",))
+    yield Row("train.offload_activations is true", whole_blocks, "only inputs of recomputed blocks are offloaded")
+
+
+ROWS = tuple(_rows())
+"""The table."""

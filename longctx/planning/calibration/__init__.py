@@ -1,1 +1,0 @@
-"""Calibration: fits the constants of a hardware profile to measured times."""

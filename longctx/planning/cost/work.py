@@ -1,0 +1,194 @@
+"""Work: the layers of every pipeline rank, and what a rank computes and sends for each token."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.hardware_profile import ProfileError
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+REPEATED_ATTENTION = 4.5 / 3.5
+"""Attention operations with recomputation, relative to those without: backward takes 2.5 times the forward."""
+COLLECTIVES = 4
+"""Tensor parallel collectives per block and direction: before and after attention, before and after the MLP."""
+SEGMENTS, STATE_BYTES = 2, 4
+"""Segments of a document per rank, a head and a tail, and bytes per value of their states, which are float32."""
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """Computation and messages per rank; in a pipeline those of the rank with the most work.
+
+    Attributes:
+        layers: number of blocks.
+        weights: number of parameters of all matrices, including experts that a token does not use.
+        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes.
+        attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention; twice that if it is not causal.
+        kv_bytes: bytes of K and V exchanged per token, over all layers and passes.
+        tensor: tensor-parallel size.
+        tensor_bytes: bytes received per token in tensor-parallel collectives.
+        pipeline_bytes: bytes sent per token between pipeline ranks.
+        gpus: number of GPUs of the whole run if it is a pipeline, else 1.
+        queries: part of `computed` that runs while K and V, or their gradients, travel.
+        expert_weights: part of `weights` in experts, which are gathered over the ranks with the same experts.
+        expert_ranks: number of ranks that hold each expert once.
+        expert_bytes: bytes received per token that travels to experts of other ranks, and back.
+        state_bytes: bytes of states that a rank receives from another of a ring, over all layers and passes.
+    """
+
+    layers: int
+    weights: float
+    computed: float
+    attention: float
+    kv_bytes: int
+    tensor: int = 1
+    tensor_bytes: float = 0.0
+    pipeline_bytes: float = 0.0
+    gpus: int = 1
+    queries: float = 0.0
+    expert_weights: float = 0.0
+    expert_ranks: int = 1
+    expert_bytes: float = 0.0
+    state_bytes: float = 0.0
+
+
+def work_of(
+    spec: ModelSpec,
+    dtype: str,
+    *,
+    recompute: str = "none",
+    keep_kv: bool = False,
+    tensor: int = 1,
+    pipeline: Pipeline = NO_PIPELINE,
+    tokens_per_rank: int = 1,
+    gpus: int = 1,
+    expert: int = 1,
+) -> RankWork:
+    """Returns the work per token of the slowest pipeline rank.
+
+    `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Every stage receives [tokens, hidden] / tp
+    in forward and in backward. Queries are computed while K and V travel, also in a forward that is recomputed with attention;
+    the gradient of their input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows
+    are not counted: plans assume full attention. Raises ProfileError if tp does not divide the KV heads.
+    """
+    for layer in spec.layers:
+        if layer.num_key_value_heads % tensor:
+            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} KV heads")
+    layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
+    hidden_bytes, again = spec.hidden_size * ELEMENT_BYTES[dtype], recompute == "full"
+    matrices = sum(layer.matrix_parameters + layer.idle_parameters for layer in layers) + head
+    experts, expert_ranks = sum(layer.expert_parameters for layer in layers), expert * tensor
+    attending = [layer for layer in layers if layer.attends]
+    heads = sum(layer.num_attention_heads * layer.head_dim for layer in attending) / tensor
+    element_bytes, passes = ELEMENT_BYTES[dtype], 3 + again - keep_kv
+    kv_bytes = sum(
+        kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes) for layer in attending
+    )
+    return RankWork(
+        layers=len(layers),
+        weights=(matrices - experts + experts / expert) / tensor,
+        computed=_computed(spec, layers, head, recompute) / tensor,
+        # Profiles need positive constants, also for models without softmax attention.
+        attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
+        kv_bytes=max(1, kv_bytes),
+        tensor=tensor,
+        tensor_bytes=_tensor_bytes(len(layers), hidden_bytes, recompute, tensor),
+        pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
+        gpus=gpus if pipeline.ranks > 1 else 1,
+        queries=sum(layer.query_parameters for layer in layers) * (2 + again) / 3 / tensor,
+        expert_weights=experts / expert_ranks,
+        expert_ranks=expert_ranks if experts else 1,
+        expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
+        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in layers) * (2 + (recompute != "none")),
+    )
+
+
+def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[list[LayerSpec], int]:
+    """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the last rank has the head."""
+    ranks = [[spec.layers[number] for number in held] for held in layers_of_ranks(spec, pipeline, tokens_per_rank)]
+    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as in `split_layers`
+    work[-1] += spec.head_parameters
+    if work[-1] == max(work):
+        return ranks[-1], spec.head_parameters
+    return ranks[work.index(max(work))], 0
+
+
+def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute: str) -> float:
+    """Returns the parameters that a token is multiplied with, plus a third of those that backward recomputes.
+
+    Recomputation repeats all matrices of a block (mode mlp: only those of the MLP, norms: none), but never the last one of the
+    MLP, as torch stops when all saved tensors are there. Frozen weights have no gradients, a third of the operations.
+    """
+    in_blocks = sum(layer.matrix_parameters for layer in layers)
+    last = sum(layer.hidden_size * layer.intermediate_size for layer in layers)
+    repeated = {"none": 0, "norms": 0, "mlp": 2 * last}.get(recompute, in_blocks - last)
+    frozen = in_blocks + head if spec.adapted else 0
+    return in_blocks + head + repeated / 3 - frozen / 3
+
+
+def _tensor_bytes(layers: int, hidden_bytes: int, recompute: str, tensor: int) -> float:
+    """Returns the bytes that a rank receives per token in collectives of blocks; those of embedding and head are not counted.
+
+    A block has 4 in forward, 4 in backward and 3 in a recomputed forward, each with (tp - 1)/tp of [tokens, hidden].
+    """
+    collectives = 2 * COLLECTIVES + (COLLECTIVES - 1 if recompute != "none" else 0)
+    return layers * collectives * hidden_bytes * (tensor - 1) / tensor
+
+
+def _expert_bytes(layers: Sequence[LayerSpec], hidden_bytes: int, recompute: str, expert_ranks: int) -> float:
+    """Returns the bytes that tensor-parallel ranks receive per token from and for experts of other ranks.
+
+    A token's row travels to all its experts and back, in forward, in backward and in a recomputed forward.
+    """
+    rows = (4 + 2 * (recompute != "none")) * sum(layer.experts_per_token for layer in layers)
+    return rows * hidden_bytes * (expert_ranks - 1) / expert_ranks
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, element_bytes: int, passes: int = 3) -> int:
+    """Returns the bytes of K and V per token in all layers and passes: fetched forward, fetched and returned in backward.
+
+    Ranks at the ends of a ring move this many bytes: index 0 fetches all rows of its peers and returns all their gradients; the
+    last index sends all its rows and receives all their gradients. Ranks in between move less (three quarters on average), but
+    a pass takes as long as its slowest rank. `passes` is 4 if attention is recomputed, and one less if K and V are kept for
+    backward. Gradients travel in the dtype of K and V.
+    """
+    return layers * 2 * kv_heads * head_dim * element_bytes * passes
+
+
+def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
+    """Returns the layers of every stage, consecutive and at least one: first the slowest stage is minimal, then costs are even.
+
+    Costs are multiplications per token: of a block with attention to `keys` tokens, and of the head after the last block. The
+    embedding before the first block copies a row, which costs as much as the row has values.
+    """
+    costs = [layer.multiplications(keys) for layer in spec.layers]
+    costs[0] += spec.hidden_size
+    costs[-1] += spec.vocabulary_parameters
+    slowest, _ = _best_split(costs, stages, max)
+    _, ends = _best_split(costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf)
+    return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+@cache
+def layers_of_ranks(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the layers of every rank of a pipeline, over all stages of the rank."""
+    splits = split_layers(spec, pipeline.stages, keys=tokens_per_rank // 2)
+    return tuple(tuple(itertools.chain(*splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
+
+
+def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
+    """Returns the smallest value of a split, and the ends of its stages; `add` returns the value with one more stage."""
+    up_to = [0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}  # by number of layers; each iteration adds a stage
+    for stage in range(1, stages + 1):
+        best = {
+            stop: min(
+                (add(value, up_to[stop] - up_to[start]), (*ends, stop)) for start, (value, ends) in best.items() if start < stop
+            )
+            for stop in range(stage, len(costs) - stages + stage + 1)
+        }
+    return best[len(costs)]

@@ -1,1 +1,0 @@
-"""The search of mode auto over degrees and numbers of micro-batches."""

@@ -1,0 +1,125 @@
+"""The table of what does not go with what: every row is refused with its reason, and each of its ways out is accepted."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx.config import ConfigError, Problem, load
+from longctx.config.combinations import A_CHECKPOINT, CHECKPOINT, FACTS, ROWS, Row
+from longctx.config.reading import SETTINGS
+from longctx.model.presets import PRESETS
+from tests.encoder_cases import build_encoder
+from tests.family_cases import build
+
+VALUES: dict[str, Any] = {
+    "model.vocab_size": 300,
+    "model.attention_scale": 0.5,
+    "model.sliding_window": 64,
+    "model.full_attention_every": 2,
+    "model.moe_intermediate_size": 64,
+    "model.max_position_embeddings": 512,
+    "model.rope_local_theta": 1e4,
+    "model.implementation": "transformers",
+    "lora.rank": 8,
+    "lora.alpha": 8.0,
+    "lora.target_modules": "[q_proj]",
+    "dpo.beta": 0.1,
+    "dpo.label_smoothing": 0.1,
+    "masked.share": 0.3,
+    "masked.random": 0.2,
+    "masked.kept": 0.2,
+    "masked.token": "<mask>",
+    "data.stores": "[{path: a, weight: 1}]",
+    "data.store": "a",
+    "data.held_out": 0.5,
+    "eval.every": 5,
+    "eval.store": "b",
+    "checkpoint.export": "out",
+    "context.mode": "auto",
+    "context.degree": 1,
+    "context.bins": "{8192: 1}",
+    "parallel.expert_max_load": 3.0,
+    "train.recompute": "full",
+    "train.mlp_tile_tokens": 64,
+    "train.mtp_loss": 0.3,
+    "train.float8": "tensorwise",
+    "balance.bias_rate": 0.1,
+    "balance.document_loss": 0.1,
+    "balance.z_loss": 0.1,
+}
+"""Values that conditions other than `SETTING is VALUE` hold for; 2 for sizes."""
+NEEDS = {
+    "model.from_pretrained is not null": "model.from_pretrained=llama",
+    "sizes are taken": "model.preset=tiny-moe",
+    "lora.rank is not null": "model.from_pretrained=llama",
+    "without LoRA": "model.from_pretrained=llama",
+    "can be balanced": "model.from_pretrained=llama",
+    "masked.share is not null": "model.from_pretrained=bert",
+    "linear attention is true": "model.from_pretrained=mamba2",
+    "the router is transformers": "model.from_pretrained=deepseek_v3",
+    "LoRA freezes routers": "model.from_pretrained=deepseek_v3",
+    "the bias of the router is false": "model.from_pretrained=mixtral",
+    "the router is not none": "model.preset=tiny-moe",
+    "the router is not none and model.from_pretrained is null": "model.router_bias=false",
+    "the number of experts > 0": "model.preset=tiny-moe",
+    "multi-token prediction > 0": "model.num_nextn_predict_layers=1",
+    "is zero-bubble": "parallel.reshard_after=step",
+}
+"""What rows with these words need besides their conditions; later ones win."""
+COMPANIONS = {"masked.share=null": ["model.from_pretrained=llama"], "masked.share=0.3": ["model.from_pretrained=bert"]}
+"""What ways out need."""
+
+
+def text(row: Row) -> str:
+    return f"{row.refused} and {row.where.condition}: {row.why}"
+
+
+def settings(row: Row) -> list[str]:
+    """Returns settings for which the conditions of a row hold, and no other row's where that is possible."""
+    overrides = [need for words, need in NEEDS.items() if words in text(row)]
+    for condition in [row.refused, *row.where.condition.split(" and ")]:
+        name, operator, operand = re.split(" (is not|is|>) ", condition)
+        if name in FACTS or condition == "model.from_pretrained is not null":
+            continue
+        size = getattr(PRESETS["tiny-moe"], name.removeprefix("model."), None)
+        other = VALUES.get(name, 2 if size is None else str(size))
+        overrides.append(f"{name}={operand if operator == 'is' else other}")
+    return overrides
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    build_encoder("bert").save_pretrained(folder / "bert")
+    for each in ("llama", "mixtral", "deepseek_v3", "mamba2"):
+        build(each, "eager").save_pretrained(folder / each)
+    return folder
+
+
+@pytest.mark.parametrize("row", ROWS, ids=text)
+def test_a_row_is_refused_and_its_ways_out_are_accepted(row: Row, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("torchao", "liger_kernel") or find(name))
+    monkeypatch.chdir(checkpoints)
+    overrides = settings(row)
+    (problem,) = problems(row, overrides)
+    assert problem.fix == row.fix and set(problem.others) <= set(SETTINGS) and problem.key in SETTINGS
+    for way_out in row.ways_out:
+        way_out = way_out.replace(A_CHECKPOINT, "bert" if "masked" in text(row) else "llama")
+        overrides += COMPANIONS.get(way_out, [])
+        if row.where is CHECKPOINT:
+            assert not problems(row, [*overrides, way_out])
+        else:
+            load(None, [*overrides, way_out])
+
+
+def problems(row: Row, overrides: list[str]) -> list[Problem]:
+    """Returns the problems of the settings that are the row's."""
+    try:
+        load(None, overrides)
+    except ConfigError as error:
+        return [problem for problem in error.problems if problem.key == row.key and problem.rule.endswith(f": {row.why}")]
+    return []
