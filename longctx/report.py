@@ -81,7 +81,7 @@ def print_end(config: Config, step: int, *, trained: bool) -> None:
 
 def how_to_export(config: Config) -> str:
     """Returns the command that exports the run, or why nothing can; without transformers, which export needs, the command."""
-    from longctx.model.family import NoNativeModel
+    from longctx.model.presets import NoNativeModel
 
     try:
         check_family(config)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from longctx.model.balance import Documents
+from longctx.model.balance import RowDocuments
 from longctx.model.experts import Experts, SparseMLP
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel import expert
@@ -126,7 +126,7 @@ def split_documents(lengths: list[int], cut: list[int], share: bool) -> tuple[to
         logits.append(of_document[first:last])
     rows += [len(lengths)] * 2  # padding
     given = torch.cat([*logits, torch.randn(2, 6, dtype=torch.float64)]).requires_grad_()
-    documents = Documents(torch.tensor(rows), torch.tensor(lengths, dtype=torch.float32), len(lengths), 2 * sum(lengths))
+    documents = RowDocuments(torch.tensor(rows), torch.tensor(lengths, dtype=torch.float32), len(lengths), 2 * sum(lengths))
     (gradient,) = torch.autograd.grad(mlp.gate.routes(given, documents)[1].sum(), given)
     counts, losses = mlp.gate.watch.counts, mlp.gate.watch.losses
     assert counts is not None and losses is not None

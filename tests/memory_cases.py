@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from longctx.memory.block import Block
+from longctx.memory.block import BlockMemory
 from longctx.units import format_bytes
 from tests.training_cases import start
 
@@ -41,7 +41,7 @@ def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
     return peak
 
 
-def ledger(block: Block, mode: str) -> str:
+def ledger(block: BlockMemory, mode: str) -> str:
     """Formats the tensors of a block, with a star at those that a mode of recomputation keeps."""
     rows = [
         f"{'*' if mode in each.kept_by else ' '} {format_bytes(each.size):>10} {each.part}: {each.name}"

@@ -12,9 +12,9 @@ from longctx.config import ConfigError, load
 from longctx.memory.loads import Load
 from longctx.memory.model import estimate
 from longctx.model import experts
-from longctx.model.balance import Documents
+from longctx.model.balance import RowDocuments
+from longctx.model.options import ROUTERS, WITH_BIAS
 from longctx.model.presets import PRESETS
-from longctx.model.source import ROUTERS, WITH_BIAS
 from tests.expert_cases import (
     TINY_MOE,
     balanced_step,
@@ -145,7 +145,7 @@ def test_losses_are_those_of_the_papers(scores: str) -> None:
     watch.document_loss, watch.z_loss = 0.3, 0.2
     lengths, logits = [5, 1, 7], torch.randn(14, 6, dtype=torch.float64, requires_grad=True)
     rows = torch.tensor([0] * 5 + [1] + [2] * 7 + [3])  # the last one is padding
-    documents = Documents(rows, torch.tensor(lengths, dtype=torch.float32), 0, 20)
+    documents = RowDocuments(rows, torch.tensor(lengths, dtype=torch.float32), 0, 20)
     chosen, weights = mlp.gate.routes(logits, documents)
     gradient = torch.randn_like(weights)
     (found,) = torch.autograd.grad(weights, logits, gradient)

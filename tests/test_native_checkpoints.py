@@ -11,8 +11,8 @@ import transformers
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.families import FAMILIES, expressed
-from longctx.model.family import NoNativeModel, canonical
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.family import canonical
+from longctx.model.presets import PRESETS, ModelShape, NoNativeModel
 from longctx.model.source import pretrained
 from tests.huggingface_cases import SIZE, SPECIAL
 from tests.marks import slow_unless

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from longctx.config.problems import Problem, yaml_text
 from longctx.config.run import SECTIONS, Config
 from longctx.model.context_extension import ROPE_SETTINGS
+from longctx.model.options import ROUTERS, WITH_BIAS
 from longctx.model.presets import EXPERT_OPTIONS, ModelShape
-from longctx.model.source import ROUTERS, WITH_BIAS
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse
 

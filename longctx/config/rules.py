@@ -10,7 +10,7 @@ from longctx.config.process_rules import domain_rules, expert_mesh_rules, mesh_r
 from longctx.config.run import FLOAT8_ROWS, Config
 from longctx.errors import UserError, install, shell
 from longctx.model.context_extension import RopeError
-from longctx.model.source import ALL_LINEAR, LoraError
+from longctx.model.options import ALL_LINEAR, LoraError
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import divisors

@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
+from longctx.model.options import Lora
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.source import Lora
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.pipeline import Schedule
 from longctx.planning.plan import Mode

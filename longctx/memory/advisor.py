@@ -132,8 +132,8 @@ def cheapest_change(
 
     Settings named in `keep` do not change.
 
-    This is the cheapest single setting that is enough. If none is, it is the set with the cheapest most expensive change; ties
-    are decided by the next most expensive one, so no change of the set could be left out.
+    This is the cheapest single change that is enough. Otherwise it is the set whose most expensive change is cheapest, then
+    whose second most expensive one is, and so on; none of its changes could be left out.
     """
     planned: dict[tuple[object, ...], Sequence[Load]] = {}
     for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):

@@ -35,7 +35,7 @@ class Entry:
     spared: int = 0
 
 
-class Block:
+class BlockMemory:
     """Bytes of the tensors of one block on a rank; `entries` is the ledger, without received K and V.
 
     Attributes:

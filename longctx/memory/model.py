@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
-from longctx.memory.block import Block
+from longctx.memory.block import BlockMemory
 from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
@@ -121,7 +121,7 @@ class RankMemory:
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
         self.layer = max((spec.layers[number] for number in held), key=lambda layer: layer.parameters)
-        self.block = Block(spec, config, self.layer, load, fused)
+        self.block = BlockMemory(spec, config, self.layer, load, fused)
         self.weights = Weights(spec, config, self.layer, self.layers, self.first, self.last)
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Documents:
+class RowDocuments:
     """The documents of the rows of a micro-batch.
 
     Attributes:
@@ -35,7 +35,7 @@ class Documents:
     split: int
     tokens: int
 
-    def with_rows(self, rows: int) -> "Documents":
+    def with_rows(self, rows: int) -> "RowDocuments":
         """Returns these documents with padding up to a number of rows."""
         missing = rows - len(self.rows)
         return replace(self, rows=F.pad(self.rows, (0, missing), value=len(self.lengths))) if missing else self
@@ -62,7 +62,7 @@ class RouterWatch:
         self.clear()
 
     def __call__(
-        self, weights: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor, documents: Documents | None
+        self, weights: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor, documents: RowDocuments | None
     ) -> torch.Tensor:
         """Returns the `weights` of the experts `chosen`, both [tokens, experts per token]; `logits` are [tokens, experts]."""
         if documents is None or not torch.is_grad_enabled():
@@ -106,7 +106,7 @@ class _Watched(torch.autograd.Function):
         logits: torch.Tensor,
         chosen: torch.Tensor,
         rows: torch.Tensor,
-        documents: Documents,
+        documents: RowDocuments,
         watch: RouterWatch,
     ) -> torch.Tensor:
         ctx.save_for_backward(logits, rows)
@@ -144,7 +144,7 @@ class _Watched(torch.autograd.Function):
 
 
 def _losses(
-    logits: torch.Tensor, rows: torch.Tensor, shares: torch.Tensor | None, documents: Documents, watch: RouterWatch
+    logits: torch.Tensor, rows: torch.Tensor, shares: torch.Tensor | None, documents: RowDocuments, watch: RouterWatch
 ) -> torch.Tensor:
     """Returns the document loss and the z-loss of these tokens, [2]; `shares` are counts [documents, experts]."""
     real, logits = rows < len(documents.lengths), logits.to(torch.promote_types(logits.dtype, torch.float32))

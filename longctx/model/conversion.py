@@ -6,7 +6,7 @@ tensors of one block and a twin of the model without values, so that no process 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,14 @@ class Conversion:
         """Returns the group of a parameter: the outermost numbered module around it, else its module."""
         block = BLOCK.match(name)
         return block[0] if block else name.rpartition(".")[0]
+
+    def groups(self) -> list[list[str]]:
+        """Returns the names of parameters and buffers by group, in order, tied ones once."""
+        names_of: dict[str, list[str]] = defaultdict(list)
+        for name in self.wanted:
+            if name not in self.tied:
+                names_of[self.group_of(name)].append(name)
+        return list(names_of.values())
 
     def read(self, name: str) -> torch.Tensor:
         """Reads a parameter or buffer to the CPU, in the dtype of the twin. Its group is cached for the next call.
@@ -159,11 +167,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def groups(names: Iterable[str], conversion: Conversion) -> dict[str, list[str]]:
-    """Returns the names of parameters by group (see `Conversion`), in order."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        found[conversion.group_of(name)].append(name)
-    return found

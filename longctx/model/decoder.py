@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.model.balance import Documents, RouterWatch
+from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.experts import Router, SparseMLP
 from longctx.model.families import expressed
 from longctx.model.family import Family
@@ -96,7 +96,7 @@ class Block(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         attention: Attention,
-        documents: Documents | None = None,
+        documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), cos, sin, attention))
         normed = self.post_attention_layernorm(x)
@@ -122,7 +122,7 @@ class PredictionBlock(Block):
         cos: torch.Tensor,
         sin: torch.Tensor,
         attention: Attention,
-        documents: Documents | None,
+        documents: RowDocuments | None,
         later: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         joined = self.eh_proj(torch.cat([self.enorm(later), self.hnorm(x)], dim=-1))
@@ -272,7 +272,7 @@ class Decoder(StagedModel):
         positions: torch.Tensor,
         attention: Attention | AttentionByLayer,
         head: Head | None = None,
-        documents: Documents | None = None,
+        documents: RowDocuments | None = None,
         later: Later | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab].
@@ -305,7 +305,7 @@ class Decoder(StagedModel):
         positions: torch.Tensor,
         attention: Attention | AttentionByLayer,
         head: Head | None,
-        documents: Documents | None = None,
+        documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         through = self._passes(positions, attention, documents)
         for block in blocks:
@@ -314,7 +314,7 @@ class Decoder(StagedModel):
         return x if head is None else head(self.norm(x), self.lm_head.weight)
 
     def _passes(
-        self, positions: torch.Tensor, attention: Attention | AttentionByLayer, documents: Documents | None
+        self, positions: torch.Tensor, attention: Attention | AttentionByLayer, documents: RowDocuments | None
     ) -> Callable[..., Any]:
         """Returns a function that calls a block with hidden states, and the embeddings of later tokens if it takes them."""
         whole = self.rope.tables(positions)

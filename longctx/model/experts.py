@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from longctx.model.balance import Documents, RouterWatch
+from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.mlp import ACTIVATIONS, MLP
 from longctx.model.presets import ModelShape
 
@@ -48,7 +48,7 @@ class Router(nn.Linear):
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), self.weight.to(wide))
 
-    def routes(self, logits: torch.Tensor, documents: Documents | None) -> Routes:
+    def routes(self, logits: torch.Tensor, documents: RowDocuments | None) -> Routes:
         """Returns the routes of tokens with these logits."""
         shape = self.shape
         scores = logits.softmax(1) if shape.router_scores == "softmax" else logits.sigmoid()
@@ -126,7 +126,7 @@ class SparseMLP(nn.Module):
         self.send: Send | None = None
         self.most_rows: int | None = None
 
-    def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents: RowDocuments | None = None) -> torch.Tensor:
         chosen, weights = self.gate.routes(self.gate(x), documents)
         out = here(x, chosen, self) if self.send is None else self.send(x, chosen, self)
         mixed = torch.bmm(weights.unsqueeze(1).to(out.dtype), out.unflatten(0, chosen.shape)).squeeze(1)

@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from longctx.model.family import FUSED_ATTENTION, FUSED_MLP, OUTPUT_NORMS, ExpertNames, Family, NoNativeModel, canonical
+from longctx.model.family import FUSED_ATTENTION, FUSED_MLP, OUTPUT_NORMS, ExpertNames, Family, canonical
 from longctx.model.gpt2 import GPT2
-from longctx.model.presets import ModelShape
+from longctx.model.presets import ModelShape, NoNativeModel
 
 QWEN: dict[str, Any] = {"windows": "named", "ignored": ("use_sliding_window",)}
 GEMMA: dict[str, Any] = {"gemma": True, "activation": "hidden_activation", "windows": "named", "query_scalar": True}
 QWEN_WINDOWS: dict[str, Any] = {"windows": "all", "ignored": ("use_sliding_window",)}
+ATTENTION_BOUND = {"attn_logit_softcapping": "attention_softcap"}
+LOGIT_BOUND = {"final_logit_softcapping": "logit_softcap"}
 MIXTRAL = ExpertNames(
     "block_sparse_moe",
     {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
@@ -48,8 +50,7 @@ FAMILIES = {
             "gemma2",
             "Gemma2ForCausalLM",
             {"output_norms": True},
-            softcap=True,
-            final_softcap=True,
+            bounds=ATTENTION_BOUND | LOGIT_BOUND,
             renamed=OUTPUT_NORMS,
             **GEMMA,
         ),
@@ -57,7 +58,7 @@ FAMILIES = {
             "gemma3_text",
             "Gemma3ForCausalLM",
             {"output_norms": True, "qk_norm": True},
-            final_softcap=True,
+            bounds=LOGIT_BOUND,
             local_rope=True,
             ignored=("sliding_window_pattern",),
             renamed=OUTPUT_NORMS,

@@ -8,7 +8,6 @@ Two features of transformers are left out: dropout, which is refused unless it i
 embedding gets no gradient in transformers.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 
-from longctx.errors import UserError
 from longctx.model.context_extension import ROPE_FIELDS, ntk_theta
-from longctx.model.presets import EXPERT_OPTIONS, ModelShape
+from longctx.model.presets import EXPERT_OPTIONS, ModelShape, NoNativeModel
+from longctx.model.rope_fields import rope_fields, rope_of
 
 SIZES = (
     "vocab_size",
@@ -77,10 +76,6 @@ ROPE_OPTIONS = {name for name in ModelShape.model_fields if name.startswith("rop
 """Options of shapes that have no effect without RoPE."""
 
 
-class NoNativeModel(UserError):
-    """The native decoder cannot run a model of transformers, or transformers has no model of a shape; the text says why."""
-
-
 @dataclass(frozen=True)
 class ExpertNames:
     """Names of a mixture of experts in a family.
@@ -132,8 +127,8 @@ class Family:
         activation: config field that names the activation.
         windows: layers with a window: none, all, or those named in layer_types.
         gemma: whether embedding scale and norms are as in Gemma.
-        query_scalar, softcap, final_softcap: whether the config has a scale of attention, a bound of attention scores, and a
-            bound of logits.
+        query_scalar: whether the config has a scale of attention.
+        bounds: fields with tanh bounds, theirs → ours.
         local_rope: whether layers with a window have their own RoPE.
         partial_rope: whether RoPE may rotate only a part of a head.
         prefix: of the names of tensors, which a base model saved alone lacks.
@@ -151,8 +146,7 @@ class Family:
     windows: Literal["none", "all", "named"] = "none"
     gemma: bool = False
     query_scalar: bool = False
-    softcap: bool = False
-    final_softcap: bool = False
+    bounds: Mapping[str, str] = field(default_factory=dict)
     local_rope: bool = False
     partial_rope: bool = False
     prefix: str = "model."
@@ -172,13 +166,11 @@ class Family:
             values |= {"norm_offset": True, "embedding_scale": config.hidden_size**0.5}
         if self.query_scalar:
             values["attention_scale"] = config.query_pre_attn_scalar**-0.5
-        if self.softcap:
-            values["attention_softcap"] = config.attn_logit_softcapping or 0.0
-        if self.final_softcap:
-            values["logit_softcap"] = config.final_logit_softcapping or 0.0
+        values |= {ours: getattr(config, theirs) or 0.0 for theirs, ours in self.bounds.items()}
         if self.experts is not None:
             values |= self.experts.shape(config)
-        values |= self._rope(config, values)
+        windows = values.get("sliding_window") is not None
+        values |= rope_of(config, local=self.local_rope, partial=self.partial_rope, windows=windows)
         return self._checked(config, values)
 
     def _activation(self, config: Any) -> str:
@@ -205,26 +197,13 @@ class Family:
         values |= {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
         if shape.rope_scaling == "yarn":
             values["max_position_embeddings"] = round(shape.rope_original_length * shape.rope_factor)
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-        if shape.rope_scaling != "none":
-            rope |= {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
-            rope |= {theirs: getattr(shape, ours) for theirs, ours in ROPE_FIELDS.get(shape.rope_scaling, {}).items()}
-        if self.partial_rope:
-            rope["partial_rotary_factor"] = shape.partial_rotary_factor
-        values["rope_parameters"] = rope
-        if self.local_rope:
-            local = {"rope_type": "default", "rope_theta": shape.rope_local_theta or shape.rope_theta}
-            values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+        values["rope_parameters"] = rope_fields(shape, local=self.local_rope, partial=self.partial_rope)
         values |= self._window_fields(shape)
         if self.experts is not None:
             values |= self.experts.config(shape)
         if self.query_scalar:
             values["query_pre_attn_scalar"] = round((shape.attention_scale or shape.head_dim**-0.5) ** -2)
-        if self.softcap:
-            values["attn_logit_softcapping"] = shape.attention_softcap or None
-        if self.final_softcap:
-            values["final_logit_softcapping"] = shape.logit_softcap or None
-        return values
+        return values | {theirs: getattr(shape, ours) or None for theirs, ours in self.bounds.items()}
 
     def _windows(self, config: Any) -> dict[str, Any]:
         if self.windows == "none":
@@ -259,55 +238,13 @@ class Family:
             fields["use_sliding_window"] = window is not None
         return fields
 
-    def _rope(self, config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(config.rope_parameters or {})
-        if not self.local_rope:
-            return self._whole_rope(config, given)
-        rope = self._whole_rope(config, dict(given.pop("full_attention")))
-        local = dict(given.pop("sliding_attention"))
-        if given:
-            raise NoNativeModel(f"rope_parameters has {', '.join(sorted(given))}, which is not supported")
-        if values.get("sliding_window") is None:
-            return rope
-        kind, theta = local.pop("rope_type", "default"), local.pop("rope_theta")
-        if kind != "default" or local:
-            raise NoNativeModel(
-                f"rope_parameters of sliding_attention has type {kind} with {sorted(local)}, and scaling is not supported there"
-            )
-        return {**rope, "rope_local_theta": theta}
-
-    def _whole_rope(self, config: Any, given: dict[str, Any]) -> dict[str, Any]:
-        kind = given.pop("rope_type", given.pop("type", "default"))
-        given.pop("type", None)
-        found: dict[str, Any] = {"rope_theta": given.pop("rope_theta")}
-        turned = given.pop("partial_rotary_factor", None) or 1.0
-        if turned != 1.0 and not self.partial_rope:
-            raise NoNativeModel(f"rope_parameters has partial_rotary_factor {turned}, which {self.kind} does not use")
-        found["partial_rotary_factor"] = turned
-        if kind not in ("default", "linear", "yarn", "llama3"):
-            raise NoNativeModel(f"rope_parameters has type {kind}, and only default, linear, yarn and llama3 are supported")
-        if kind != "default":
-            found |= {"rope_scaling": kind, "rope_factor": given.pop("factor", None)}
-            fields = ROPE_FIELDS.get(kind, {})
-            found |= {ours: given.pop(theirs) for theirs, ours in fields.items() if given.get(theirs) is not None}
-            if found["rope_factor"] is None or (fields and "rope_original_length" not in found):
-                raise NoNativeModel(f"rope_parameters of type {kind} lacks factor or original_max_position_embeddings")
-            if kind == "yarn":
-                _check_yarn(given, found["rope_factor"])
-        unknown = {key: value for key, value in given.items() if value is not None and key not in ROPE_NAMES}
-        if unknown:
-            raise NoNativeModel(f"rope_parameters has {unknown}, which is not supported")
-        return found
-
     def _refuse_unknown(self, config: Any, values: Mapping[str, Any]) -> None:
         """Raises NoNativeModel for fields that are neither translated nor harmless, unless they have their default."""
-        known = {*SIZES, *HARMLESS, *self.ignored, "head_dim", self.activation, "rope_parameters"}
+        known = {*SIZES, *HARMLESS, *self.ignored, *self.bounds, "head_dim", self.activation, "rope_parameters"}
         fields = {
             "sliding_window": self.windows != "none",
             "layer_types": self.windows == "named",
             "query_pre_attn_scalar": self.query_scalar,
-            "attn_logit_softcapping": self.softcap,
-            "final_logit_softcapping": self.final_softcap,
             "partial_rotary_factor": getattr(config, "partial_rotary_factor", None)
             in (None, values.get("partial_rotary_factor")),
             "use_bidirectional_attention": not getattr(config, "use_bidirectional_attention", None),
@@ -367,24 +304,9 @@ class Family:
         return made
 
 
-ROPE_NAMES = {theirs for fields in ROPE_FIELDS.values() for theirs in fields} | {"factor", "attention_factor"}
-"""Fields that have no effect in RoPE of another type."""
-
-
 def _kind_of_layer(layer: int, window: int | None, every: int | None) -> str:
     full = window is None or (every is not None and (layer + 1) % every == 0)
     return "full_attention" if full else "sliding_attention"
-
-
-def _check_yarn(given: dict[str, Any], factor: float) -> None:
-    """Removes optional YaRN fields from `given`; raises NoNativeModel for values other than those of `Rope`."""
-    magnitude, scales = given.pop("attention_factor", None), [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-    if magnitude is None and all(scales):
-        raise NoNativeModel(f"rope_parameters has mscale {scales[0]} and mscale_all_dim {scales[1]}, which is not supported")
-    if magnitude is not None and not math.isclose(magnitude, 0.1 * math.log(factor) + 1, rel_tol=1e-6):
-        raise NoNativeModel(f"rope_parameters has attention_factor {magnitude}, and only 0.1 ln factor + 1 is supported")
-    if given.pop("truncate", True) is False:
-        raise NoNativeModel("rope_parameters has truncate False, which is not supported")
 
 
 def canonical(shape: ModelShape) -> ModelShape:

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from longctx.model.family import ACTIVATIONS, Family, NoNativeModel
-from longctx.model.presets import ModelShape
+from longctx.model.family import ACTIVATIONS, Family
+from longctx.model.presets import GPT_STYLE, ModelShape, NoNativeModel
 
 FIELDS = {
     "vocab_size": "vocab_size",
@@ -67,7 +67,7 @@ class Gpt2(Family):
 GPT2 = Gpt2(
     "gpt2",
     "GPT2LMHeadModel",
-    {"norm": "layer", "mlp": "plain", "linear_bias": True, "position_embeddings": "learned"},
+    GPT_STYLE,
     activation="activation_function",
     prefix="transformer.",
     buffers=(".attn.bias", ".attn.masked_bias"),

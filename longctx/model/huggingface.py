@@ -5,9 +5,8 @@ weights are read from the checkpoint's files block by block, and the loss takes 
 step, a run of the model on a few tokens checks that packing and splitting documents does not change its results.
 """
 
-import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,16 +19,16 @@ from torch.nn import functional as F
 
 from longctx.attention.huggingface import Rings, check_length, first_position, packing_from_layout, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
-from longctx.attention.linear.huggingface import linear_layers, state_size
 from longctx.errors import brief
-from longctx.model.balance import Documents, RouterWatch
+from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
-from longctx.model.conversion import Conversion, groups
+from longctx.model.conversion import Conversion
 from longctx.model.encoders import auto_class, check_direction, other_objective
 from longctx.model.experts import leaves_gradients
+from longctx.model.huggingface_spec import spec_of
+from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.source import ROUTERS
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
 """Prefix of the parameters of the model of transformers in `TransformersModel`."""
@@ -46,7 +45,11 @@ class TransformersSource:
     @cached_property
     def _without_values(self) -> "TransformersModel":
         with torch.device("meta"):
-            return TransformersModel(self.files)
+            return self.make()
+
+    def make(self) -> "TransformersModel":
+        """Builds the model on torch's default device."""
+        return TransformersModel(self.files)
 
     @property
     def spec(self) -> ModelSpec:
@@ -78,7 +81,7 @@ class TransformersSource:
             raise PretrainedError(
                 "transformers' own code cannot run a part of a model: a pipeline needs model.implementation native"
             )
-        return TransformersModel(self.files)
+        return self.make()
 
 
 class TransformersModel(Model):
@@ -101,7 +104,7 @@ class TransformersModel(Model):
         # Not registered as a submodule: its parameters would have two names.
         vars(self)["layers"] = self.hf.get_submodule(_block_name(self.hf))
         self.spec = spec_of(self.hf, self.layers, causal=not self.masked)
-        self._documents: Documents | None = None
+        self._documents: RowDocuments | None = None
         """Documents of the micro-batch that runs."""
         self._routers = self._watch_routers()
         self.plain_head = False
@@ -115,7 +118,7 @@ class TransformersModel(Model):
         positions: torch.Tensor | None,
         attention: Any,
         head: Head | None = None,
-        documents: Documents | None = None,
+        documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
@@ -232,8 +235,7 @@ class TransformersModel(Model):
         return type(self.hf).__name__
 
     def groups(self) -> list[list[str]]:
-        names = [name for name in self.conversion.wanted if name not in self.conversion.tied]
-        return [[OURS + name for name in group] for group in groups(names, self.conversion).values()]
+        return [[OURS + name for name in group] for group in self.conversion.groups()]
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.conversion.tensors({name.removeprefix(OURS): weight for name, weight in weights.items()})
@@ -362,76 +364,3 @@ def _block_name(hf: Any) -> str:
     if not lists:
         raise PretrainedError(f"{type(hf).__name__} has no list of blocks that could be sharded: it cannot be trained here")
     return max(known or lists, key=lambda name: sum(weight.numel() for weight in lists[name].parameters()))
-
-
-def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelSpec:
-    """Returns the sizes of a model, from its parameters and its config."""
-    config = hf.config.get_text_config()
-    own = list(getattr(config, "per_layer_config", ()))  # layers may have other sizes than the config
-    configs = (own[number] if number < len(own) else config for number in itertools.count())
-    layers = tuple(map(_layer_spec, configs, blocks))
-    windows = _windows(config)
-    if not causal:  # the window of an encoder's config leaves out the token itself
-        windows = [None if window is None else window + 1 for window in windows]
-    if len(windows) == len(layers):
-        layers = tuple(replace(layer, window=window) for layer, window in zip(layers, windows, strict=True))
-    if linear_layers(hf):
-        kinds = getattr(config, "layer_types", None) or ()
-        layers = tuple(replace(layer, attends=kind not in WITHOUT_ATTENTION) for layer, kind in zip(layers, kinds, strict=True))
-    embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
-    return ModelSpec(
-        layers=layers,
-        hidden_size=config.hidden_size,
-        vocab_size=embedding.shape[0],
-        tie_word_embeddings=head is not None and head.weight is embedding,
-        attention_softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
-        causal=causal,
-    )
-
-
-def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
-    """Returns the sizes of a block; experts that a token does not use count as parameters, not as operations."""
-    experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))
-    matrices = visited = 0
-    for parameter in block.parameters():
-        if parameter.dim() > 1:
-            matrices += parameter.numel()
-            visited += parameter.numel() * chosen // experts if parameter.dim() == 3 else parameter.numel()
-    heads = _first(config, ("num_attention_heads", "num_heads"))  # the latter of models that have only linear attention
-    assert heads is not None
-    kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
-    if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys
-        kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
-    width = (_first(config, EXPERT_WIDTHS) or 0) * chosen or _first(config, WIDTHS) or 4 * config.hidden_size
-    return LayerSpec(
-        hidden_size=config.hidden_size,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim or config.hidden_size // heads,
-        intermediate_size=width,
-        matrix_parameters=visited,
-        other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
-        idle_parameters=matrices - visited,
-        state_size=sum(map(state_size, linear_layers(block))),
-    )
-
-
-WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
-"""Types of layers of models with linear attention that have no softmax attention."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
-WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-"""Names in configs of the number of experts, the experts per token, the width of an expert, and the width of an MLP."""
-
-
-def _first(config: Any, names: Iterable[str]) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), None)
-
-
-def _windows(config: Any) -> list[int | None]:
-    """Returns the attention window of every layer, from the config; None: no window."""
-    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
-    return [window if kind == "sliding_attention" else None for kind in kinds]

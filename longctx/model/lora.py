@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import nn
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
-from longctx.model.protocol import Model, generator_of
-from longctx.model.source import ALL_LINEAR, Lora, LoraError
+from longctx.model.options import ALL_LINEAR, Lora, LoraError
+from longctx.model.protocol import generator_of
 from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
@@ -31,35 +30,18 @@ BASE = ".base_layer."
 PEFT_PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True)
-class AdaptedSource:
-    """A checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`."""
+@dataclass(frozen=True, kw_only=True)
+class AdaptedSource(TransformersSource):
+    """A checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`.
 
-    base: TransformersSource
+    Raises LoraError when it is used, if there is no layer to adapt or a layer cannot have adapters.
+    """
+
     lora: Lora
     dtype: torch.dtype
-    said: str = "transformers' own code runs it, as LoRA requires"
 
-    @property
-    def files(self) -> CheckpointFiles:
-        return self.base.files
-
-    @property
-    def unused(self) -> list[str]:
-        return self.base.unused
-
-    def check_length(self, longest: int) -> None:
-        self.base.check_length(longest)
-
-    @cached_property
-    def spec(self) -> ModelSpec:
-        """Sizes of the model with adapters. Raises LoraError if there is no layer to adapt, or it cannot have adapters."""
-        with torch.device("meta"):
-            return AdaptedModel(self.files, self.lora, self.dtype).spec
-
-    def build(self, layers: Collection[int] | None = None) -> Model:
-        """Builds all layers, whatever `layers` is: the settings refuse pipelines."""
-        return AdaptedModel(self.base.files, self.lora, self.dtype)
+    def make(self) -> TransformersModel:
+        return AdaptedModel(self.files, self.lora, self.dtype)
 
 
 class AdaptedModel(TransformersModel):

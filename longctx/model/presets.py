@@ -25,6 +25,12 @@ EXPERT_OPTIONS = {
 }
 """Options of shapes that have no effect without experts."""
 
+GPT_STYLE: dict[str, Any] = {"norm": "layer", "mlp": "plain", "linear_bias": True, "position_embeddings": "learned"}
+
+
+class NoNativeModel(UserError):
+    """The native decoder cannot run a model of transformers, or transformers has no model of a shape; the text says why."""
+
 
 class ModelShape(BaseModel):
     """Sizes and options of a decoder. `vocab_size` None: from the tokenizer of the store."""
@@ -270,7 +276,7 @@ def _with_experts(dense: LayerSpec, shape: ModelShape) -> LayerSpec:
 
 
 def _shape(
-    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool, **options: Any
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, /, tied: bool, **options: Any
 ) -> ModelShape:
     return ModelShape(
         **options,
@@ -285,22 +291,9 @@ def _shape(
 
 
 def _gpt(hidden: int, layers: int, heads: int, positions: int) -> ModelShape:
-    """Returns a shape in the style of GPT-2."""
-    return ModelShape(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden // heads,
-        tie_word_embeddings=True,
-        norm="layer",
-        mlp="plain",
-        hidden_act="gelu",
-        linear_bias=True,
-        position_embeddings="learned",
-        max_position_embeddings=positions,
-    )
+    head_dim = hidden // heads
+    options = {**GPT_STYLE, "hidden_act": "gelu", "max_position_embeddings": positions}
+    return _shape(hidden, 4 * hidden, layers, heads, heads, head_dim, tied=True, **options)
 
 
 PRESETS: dict[str, ModelShape] = {

@@ -15,7 +15,7 @@ from torch import nn
 from longctx.attention import HybridAttention, RingAttention, by_layer
 from longctx.attention.inputs import Queries
 from longctx.errors import UserError
-from longctx.model.balance import Documents, RouterWatch
+from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.planning.cost.spec import ModelSpec
 
 
@@ -84,7 +84,7 @@ class Model(nn.Module, ABC):
         positions: torch.Tensor,
         attention: Attention | AttentionByLayer,
         head: Head,
-        documents: Documents | None = None,
+        documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         """Returns `head` of the hidden states and the output weight; `tokens` and `positions` are [tokens].
 
@@ -171,7 +171,7 @@ class StagedModel(Model):
         positions: torch.Tensor,
         attention: Attention | AttentionByLayer,
         head: Head | None,
-        documents: Documents | None = None,
+        documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         """Runs hidden states [tokens, hidden] through `blocks`, then through the final norm and `head` unless it is None."""
 
@@ -181,7 +181,7 @@ class StagedModel(Model):
         positions: torch.Tensor,
         attention: Attention | AttentionByLayer,
         head: Head,
-        documents: Documents | None = None,
+        documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         return self.run(self.layers, self.embed(tokens, positions), positions, attention, head, documents)
 

@@ -6,42 +6,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longctx.errors import UserError, install
-from longctx.model.presets import ModelShape
+from longctx.errors import install
+from longctx.model.options import Lora, LoraError
+from longctx.model.presets import ModelShape, NoNativeModel
 from longctx.planning.cost.spec import ModelSpec
 
 if TYPE_CHECKING:
     from longctx.model.checkpoint_files import CheckpointFiles
     from longctx.model.protocol import Model
-
-
-ROUTERS = {
-    "mixtral": "MixtralTopKRouter",
-    "qwen3_moe": "Qwen3MoeTopKRouter",
-    "olmoe": "OlmoeTopKRouter",
-    "gpt_oss": "GptOssTopKRouter",
-    "deepseek_v3": "DeepseekV3TopkRouter",
-}
-"""Model types, and classes of their routers, which return logits, weights and chosen experts."""
-WITH_BIAS = ("deepseek_v3",)
-"""Model types whose routers have a bias that only chooses experts."""
-ALL_LINEAR = "all-linear"
-
-
-class LoraError(UserError):
-    """Adapters that a model does not support."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Trained matrices of rank `rank` beside frozen linear layers, scaled by alpha / rank.
-
-    `target_modules` is "all-linear", or the names of layers.
-    """
-
-    rank: int
-    alpha: float
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
 
 
 class ModelSource(Protocol):
@@ -124,7 +96,6 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, masked
     Raises PretrainedError if the checkpoint cannot be used.
     """
     from longctx.model.checkpoint_files import PretrainedError
-    from longctx.model.family import NoNativeModel
     from longctx.model.huggingface import TransformersSource, open_checkpoint
     from longctx.model.pretrained_decoder import NativeSource
 
@@ -156,8 +127,9 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
         raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
     import torch
 
-    from longctx.model.huggingface import TransformersSource, open_checkpoint
+    from longctx.model.huggingface import open_checkpoint
     from longctx.model.lora import AdaptedSource
 
     files = open_checkpoint(source, rope, masked)
-    return AdaptedSource(TransformersSource(files), lora, getattr(torch, dtype))
+    why = "transformers' own code runs it, as LoRA requires"
+    return AdaptedSource(files, why, lora=lora, dtype=getattr(torch, dtype))

@@ -116,11 +116,11 @@ def _of_all_ranks(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Sends the first `sent[0]` of the rows [rows, hidden] to the first rank, and so on. Returns those that arrive."""
-    out: torch.Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch's is untyped
+    out: torch.Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch's is untyped
     return out
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """torch's all-to-all; its own differentiable forms are deprecated or not in torch 2.11."""
 
     @staticmethod

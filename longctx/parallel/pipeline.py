@@ -32,7 +32,7 @@ from torch.profiler import record_function
 
 from longctx.attention import PackedAttention
 from longctx.errors import UserError
-from longctx.model.balance import Documents
+from longctx.model.balance import RowDocuments
 from longctx.model.protocol import Head, Later, StagedModel
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
@@ -67,7 +67,7 @@ class Inputs:
     positions: torch.Tensor
     attention: PackedAttention
     head: Head
-    documents: Documents | None = None
+    documents: RowDocuments | None = None
     later: Later | None = None
 
 
@@ -138,7 +138,7 @@ class PipelineRun:
         self.model, self.stages, self.pipeline, self.mesh = model, stages, pipeline, mesh
         self.group = mesh.pipeline
         self.dtype = dtype
-        self.clock = PipelineClock(mesh.device)
+        self.clock = Clock(mesh.device)
         self.inputs: dict[int, Inputs] = {}
         """Inputs of the micro-batches that this rank has begun."""
         self.last: tuple[int, int, str] | None = None
@@ -159,6 +159,11 @@ class PipelineRun:
         """Parameter that the first stage has too: a tied embedding used as the head; None without one."""
         tied = self.has_head and self.model.spec.tie_word_embeddings
         return next(self.model.lm_head.parameters()) if tied else None
+
+    def idle(self) -> tuple[float, float]:
+        """Returns idle seconds of this rank in the last schedule (bubble and waiting for messages), and their share of it."""
+        spent = self.clock.take()
+        return spent[SCHEDULE], spent[SCHEDULE] / sum(spent.values())
 
     def where(self) -> str:
         """Last position of this rank in the schedule, for error messages."""
@@ -305,12 +310,3 @@ class _WatchedStage(LeanStage):
         with self._watch(bwd_chunk_id, "backward pass of weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
             accumulate_gradients(self.stage)
-
-
-class PipelineClock(Clock):
-    """Measures how long a rank computes while a schedule runs."""
-
-    def idle(self) -> tuple[float, float]:
-        """Returns idle seconds of this rank in the last schedule (bubble and waiting for messages), and their share of it."""
-        spent = self.take()
-        return spent[SCHEDULE], spent[SCHEDULE] / sum(spent.values())

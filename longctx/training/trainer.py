@@ -218,7 +218,7 @@ class Trainer:
         """
         passes, counts = self.passes, self.mesh.counts
         spent = passes.clock.take()
-        idle_s, idle_share = passes.pipeline.clock.idle() if passes.pipeline is not None else (0.0, 0.0)
+        idle_s, idle_share = passes.pipeline.idle() if passes.pipeline is not None else (0.0, 0.0)
         next_hash = None if self.loader is None else self.loader.next_hash()
         local = {
             "squares": squares,

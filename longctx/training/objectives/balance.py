@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
-from longctx.model.balance import Documents, RouterWatch
+from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import Mesh
 from longctx.planning.layout import Layout
@@ -47,7 +47,7 @@ class Balance:
             router.begin_sum = partial(_begin_sum, mesh.tokens)
         return cls(routers, config.bias_rate, mesh)
 
-    def documents(self, plan: Plan, layout: Layout, tokens: int) -> Documents | None:
+    def documents(self, plan: Plan, layout: Layout, tokens: int) -> RowDocuments | None:
         """Returns the documents of this rank's rows in a micro-batch of `tokens` rows, padding included."""
         if not self.routers:
             return None
@@ -63,7 +63,7 @@ class Balance:
         own = torch.from_numpy(rows.astype(np.int64)).tensor_split(tensor)[self.mesh.tensor.get_local_rank()]
         of_documents = torch.tensor(lengths, dtype=torch.float32)
         device = self.mesh.device
-        return Documents(copy_to(own, device), copy_to(of_documents, device), len(split), sum(plan.lengths))
+        return RowDocuments(copy_to(own, device), copy_to(of_documents, device), len(split), sum(plan.lengths))
 
     @torch.no_grad()
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,10 +23,10 @@ from longctx.model.families import expressed
 from longctx.model.family import canonical
 from longctx.model.huggingface import TransformersSource, open_checkpoint
 from longctx.model.lora import ADAPTERS, AdaptedModel, write_adapter
+from longctx.model.options import Lora
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
-from longctx.model.source import Lora
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights

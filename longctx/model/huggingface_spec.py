@@ -1,0 +1,82 @@
+"""Sizes of models of transformers, from their parameters and the many names of their configs."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from longctx.attention.linear.huggingface import linear_layers, state_size
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
+
+WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
+"""Types of layers of models with linear attention that have no softmax attention."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
+"""Names in configs of the number of experts, the experts per token, the width of an expert, and the width of an MLP."""
+
+
+def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelSpec:
+    """Returns the sizes of a model, from its parameters and its config."""
+    config = hf.config.get_text_config()
+    by_layer = getattr(config, "per_layer_config", ())  # layers may have other sizes than the config
+    layers = tuple(map(_layer_spec, itertools.chain(by_layer, itertools.repeat(config)), blocks))
+    windows = _windows(config)
+    if not causal:  # the window of an encoder's config leaves out the token itself
+        windows = [None if window is None else window + 1 for window in windows]
+    if len(windows) == len(layers):
+        layers = tuple(replace(layer, window=window) for layer, window in zip(layers, windows, strict=True))
+    if linear_layers(hf):
+        kinds = getattr(config, "layer_types", None) or ()
+        layers = tuple(replace(layer, attends=kind not in WITHOUT_ATTENTION) for layer, kind in zip(layers, kinds, strict=True))
+    embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    return ModelSpec(
+        layers=layers,
+        hidden_size=config.hidden_size,
+        vocab_size=embedding.shape[0],
+        tie_word_embeddings=head is not None and head.weight is embedding,
+        attention_softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+        causal=causal,
+    )
+
+
+def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
+    """Returns the sizes of a block; experts that a token does not use count as parameters, not as operations."""
+    experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))
+    matrices = visited = 0
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            matrices += parameter.numel()
+            visited += parameter.numel() * chosen // experts if parameter.dim() == 3 else parameter.numel()
+    heads = _first(config, ("num_attention_heads", "num_heads"))  # the latter of models that have only linear attention
+    assert heads is not None
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
+    if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys
+        kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    width = (_first(config, EXPERT_WIDTHS) or 0) * chosen or _first(config, WIDTHS) or 4 * config.hidden_size
+    return LayerSpec(
+        hidden_size=config.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim or config.hidden_size // heads,
+        intermediate_size=width,
+        matrix_parameters=visited,
+        other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
+        idle_parameters=matrices - visited,
+        state_size=sum(map(state_size, linear_layers(block))),
+    )
+
+
+def _first(config: Any, names: Iterable[str]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Returns the attention window of every layer, from the config; None: no window."""
+    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -1,0 +1,33 @@
+"""What settings offer beside shapes, without torch: LoRA's options, and the models of transformers with routers to watch."""
+
+from dataclasses import dataclass
+
+from longctx.errors import UserError
+
+ROUTERS = {
+    "mixtral": "MixtralTopKRouter",
+    "qwen3_moe": "Qwen3MoeTopKRouter",
+    "olmoe": "OlmoeTopKRouter",
+    "gpt_oss": "GptOssTopKRouter",
+    "deepseek_v3": "DeepseekV3TopkRouter",
+}
+"""Model types, and classes of their routers, which return logits, weights and chosen experts."""
+WITH_BIAS = ("deepseek_v3",)
+"""Model types whose routers have a bias that only chooses experts."""
+ALL_LINEAR = "all-linear"
+
+
+class LoraError(UserError):
+    """Adapters that a model does not support."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Trained matrices of rank `rank` beside frozen linear layers, scaled by alpha / rank.
+
+    `target_modules` is "all-linear", or the names of layers.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
