@@ -9,9 +9,9 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.spec import Recompute
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 
-Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
 """Upper bound on tokens, steps and other numbers; keeps costs within 64 bits."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]

@@ -16,9 +16,8 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
 from longctx.memory.model import Load, Memory, estimate, fits
-from longctx.model.spec import ModelSpec
+from longctx.model.spec import RECOMPUTE_MODES, ModelSpec
 from longctx.parallel.host_memory import free_bytes
-from longctx.parallel.recompute import MODES
 from longctx.training.data import make_planner
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
@@ -120,7 +119,7 @@ def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterab
     for ranks in worlds:
         if not allowed(config, ranks):
             continue
-        for recompute in MODES:
+        for recompute in RECOMPUTE_MODES:
             for keep_kv in (False, True):
                 times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
                 candidates = heaviest(config.changed(times), store, ranks)

@@ -10,10 +10,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.config import Config
-from longctx.config.settings import Recompute
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.spec import LayerSpec, ModelSpec
+from longctx.model.spec import LayerSpec, ModelSpec, Recompute
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
 from longctx.parallel.mesh import Mesh
@@ -98,7 +97,7 @@ def work_of(
     spec: ModelSpec,
     dtype: str,
     *,
-    recompute: str = "none",
+    recompute: Recompute = "none",
     keep_kv: bool = False,
     tensor: int = 1,
     pipeline: Pipeline = NO_PIPELINE,

@@ -16,7 +16,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.spec import ModelSpec
+from longctx.model.spec import ModelSpec, Recompute
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.cost.scaling import RankWork, scale
@@ -93,7 +93,7 @@ class Split:
     tensor: int
     pipeline: Pipeline
     domain: int
-    recompute: str
+    recompute: Recompute
     reshard_after: str
     reduce_after: str
     tokens_per_rank: int

@@ -21,7 +21,7 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
 from longctx.memory.model import Memory, estimate
-from longctx.model.spec import ModelSpec
+from longctx.model.spec import ModelSpec, Recompute
 from longctx.planning.assignment import Integers, least_degrees
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -35,7 +35,7 @@ from longctx.training.utilisation import model_flops
 BUDGETS = tuple(1024 << power for power in range(9))
 """Tokens per rank in the search: 1,024 to 262,144."""
 CHUNKS = (1, 2, 4)
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 WEIGHTS = (("step", "step"), ("block", "step"), ("block", "micro_batch"))
 """reshard_after and reduce_after, from most memory and fewest messages to least memory."""
 TOO_LONG = "cannot hold the longest document"
