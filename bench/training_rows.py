@@ -17,7 +17,7 @@ from longctx.config import Config
 from longctx.memory.advisor import as_override, heaviest
 from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.parallel.recompute import MODES
+from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.training.metrics import peak_flops
 
 MODELS, LENGTHS = ("1b", "3b"), (32768, 131072, 524288)
@@ -38,7 +38,7 @@ class Option:
         return Option(f"{self.name}, {other.name}", {**self.settings, **other.settings})
 
 
-NONE, NORMS, MLP, SELECTIVE, FULL = (Option(mode, {"train.recompute": mode}) for mode in MODES)
+NONE, NORMS, MLP, SELECTIVE, FULL = (Option(mode, {"train.recompute": mode}) for mode in RECOMPUTE_MODES)
 TILES = Option("MLP in tiles", {"train.mlp_tile_tokens": 8192})
 HOST_INPUTS = Option("inputs in host memory", {"train.offload_activations": True})
 HOST_OPTIMIZER = Option("optimizer in host memory", {"train.offload_optimizer": True})

@@ -3,54 +3,23 @@
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from longctx.config import ConfigError, Problem, load
-from longctx.config.combinations import A_CHECKPOINT, CHECKPOINT, FACTS, ROWS, Row
+from longctx.config.combinations import A_CHECKPOINT, CHECKPOINT, FACTS, ROWS, Row, _conditions
+from longctx.config.problems import yaml_text
 from longctx.config.reading import SETTINGS
-from longctx.model.presets import PRESETS
+from longctx.config.run import SECTIONS
 from tests.encoder_cases import build_encoder
 from tests.family_cases import build
 
-VALUES: dict[str, Any] = {
-    "model.vocab_size": 300,
-    "model.attention_scale": 0.5,
-    "model.sliding_window": 64,
-    "model.full_attention_every": 2,
-    "model.moe_intermediate_size": 64,
-    "model.max_position_embeddings": 512,
-    "model.rope_local_theta": 1e4,
-    "model.implementation": "transformers",
-    "lora.rank": 8,
-    "lora.alpha": 8.0,
-    "lora.target_modules": "[q_proj]",
-    "dpo.beta": 0.1,
-    "dpo.label_smoothing": 0.1,
-    "masked.share": 0.3,
-    "masked.random": 0.2,
-    "masked.kept": 0.2,
-    "masked.token": "<mask>",
-    "data.stores": "[{path: a, weight: 1}]",
-    "data.store": "a",
-    "data.held_out": 0.5,
-    "eval.every": 5,
-    "eval.store": "b",
-    "checkpoint.export": "out",
-    "context.mode": "auto",
-    "context.degree": 1,
-    "context.bins": "{8192: 1}",
-    "parallel.expert_max_load": 3.0,
-    "train.recompute": "full",
-    "train.mlp_tile_tokens": 64,
-    "train.mtp_loss": 0.3,
-    "train.float8": "tensorwise",
-    "balance.bias_rate": 0.1,
-    "balance.document_loss": 0.1,
-    "balance.z_loss": 0.1,
-}
-"""Values that conditions other than `SETTING is VALUE` hold for; 2 for sizes."""
+VALUES = (
+    *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
+    *(["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
+)
+"""Values to try where a condition does not say the value."""
 NEEDS = {
     "model.from_pretrained is not null": "model.from_pretrained=llama",
     "sizes are taken": "model.preset=tiny-moe",
@@ -84,10 +53,22 @@ def settings(row: Row) -> list[str]:
         name, operator, operand = re.split(" (is not|is|>) ", condition)
         if name in FACTS or condition == "model.from_pretrained is not null":
             continue
-        size = getattr(PRESETS["tiny-moe"], name.removeprefix("model."), None)
-        other = VALUES.get(name, 2 if size is None else str(size))
-        overrides.append(f"{name}={operand if operator == 'is' else other}")
+        overrides.append(f"{name}={operand if operator == 'is' else yaml_text(another_value(name, condition))}")
     return overrides
+
+
+def another_value(name: str, condition: str) -> object:
+    """Returns a value that the setting takes and the condition holds for."""
+    (parsed,) = _conditions(condition)
+    section, key = name.split(".")
+    for value in VALUES:
+        try:
+            SECTIONS[section].model_validate({key: value})
+        except ValidationError:
+            continue
+        if parsed.holds(value):
+            return value
+    raise AssertionError(f"no value for {condition}")
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,8 @@ def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
         ("[{path: a, weight: 1}, {path: b, epochs: 2}]", "stores with weight and stores with epochs cannot be mixed"),
         ("[{path: a, weight: 1}, {path: ./a, weight: 2}]", "a store must not be listed twice"),
         ("[{path: a, weight: 0}]", "must be greater than 0 (at 0.weight)"),
-        ("[{path: a, weight: -0.5}]", "must be greater than 0 (at 0.weight)"),
-        ("[{path: a, weight: .nan}]", "finite number (at 0.weight)"),
         ("[{path: a, weight: 1}, {path: b, wieght: 1}]", "unknown key wieght (at 1)"),
         ("[{weight: 1}]", "required (at 0.path)"),
-        ("a", "valid list"),
     ],
 )
 def test_invalid_lists_of_stores(stores: str, rule: str) -> None:

@@ -14,7 +14,8 @@ from longctx.attention import RingAttention
 from longctx.config import ConfigError, load
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
-from longctx.parallel.recompute import MODES, apply_recompute
+from longctx.parallel.recompute import apply_recompute
+from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
 from longctx.planning.planners.planner import make_plan
@@ -99,7 +100,7 @@ def test_fused_operations_are_the_same(options: dict[str, object], tokens: int) 
 
 
 @needs_liger
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", RECOMPUTE_MODES[1:])
 def test_recomputed_blocks_have_the_same_gradients(mode: str) -> None:
     """Although the backward of the gated product overwrites its inputs, which recomputation may have kept."""
     for a, b in zip(run(True, GEMMA, 21, mode), run(True, GEMMA, 21), strict=True):

@@ -20,7 +20,8 @@ from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.model.rope import Rope
 from longctx.parallel.compilation import compile_blocks
-from longctx.parallel.recompute import MODES, apply_recompute
+from longctx.parallel.recompute import apply_recompute
+from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
 from tests.marks import slow_unless
@@ -94,7 +95,7 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
     return results, len(counter.graphs), sum(torch._dynamo.utils.counters["graph_break"].values()), starts
 
 
-@pytest.mark.parametrize("recompute", slow_unless(lambda mode: mode in ("none", "selective"), MODES))
+@pytest.mark.parametrize("recompute", slow_unless(lambda mode: mode in ("none", "selective"), RECOMPUTE_MODES))
 def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, recompute: str) -> None:
     """For any number of documents and tokens, although torch treats 0 and 1 as constants."""
     cases = [EMPTY, CASE, SINGLE, OTHER, MANY]

@@ -14,7 +14,8 @@ from longctx.attention import RingAttention
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.compilation import compile_blocks
-from longctx.parallel.recompute import MODES, _contexts, apply_recompute
+from longctx.parallel.recompute import _contexts, apply_recompute
+from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
 
@@ -76,7 +77,7 @@ def products(calls: Counts) -> int:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_only_what_the_mode_says_is_repeated(compiled: bool) -> None:
-    runs = {mode: train_compiled(mode) if compiled else train_counted(mode) for mode in MODES}
+    runs = {mode: train_compiled(mode) if compiled else train_counted(mode) for mode in RECOMPUTE_MODES}
     wanted, plain = runs["none"]
     layers = plain["longctx.ring_attention.default"]
     assert layers == (1 if compiled else LAYERS), "compiled once for all layers"

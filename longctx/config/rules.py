@@ -129,7 +129,10 @@ def _bins(config: Config) -> Iterator[Problem]:
 
 def _shares(config: Config) -> Iterator[Problem]:
     """Checks numbers against each other."""
-    batch, lora, masked = config.batch, config.lora, config.masked
+    batch, lora, masked, pipeline = config.batch, config.lora, config.masked, config.pipeline
+    if problem := pipeline.problem:
+        others = ("parallel.pipeline_schedule", "parallel.pipeline_parallel_size")
+        yield Problem("parallel.pipeline_chunks", pipeline.chunks, *problem, others)
     if lora.dropout:
         rule = "LoRA dropout is not supported: its random numbers, and so the loss, would depend on how documents are split"
         yield Problem("lora.dropout", lora.dropout, rule, "omit it")
@@ -150,12 +153,9 @@ def _shares(config: Config) -> Iterator[Problem]:
 
 
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
-    """Checks the pipeline's stages against its schedule and the model's layers."""
+    """Checks that every stage of the pipeline has a layer."""
     pipeline = config.pipeline
     ranks, chunks, layers = pipeline.ranks, pipeline.chunks, len(spec.layers)
-    if problem := pipeline.problem:
-        others = ("parallel.pipeline_schedule", "parallel.pipeline_parallel_size")
-        yield Problem("parallel.pipeline_chunks", chunks, *problem, others)
     if ranks * chunks > layers:
         most = layers // ranks
         if most == 0:

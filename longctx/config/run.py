@@ -7,24 +7,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from longctx.config import settings
 from longctx.config.problems import plain
-from longctx.config.settings import (
-    BalanceSection,
-    BatchSection,
-    CheckpointSection,
-    ContextSection,
-    DataSection,
-    DpoSection,
-    EvalSection,
-    LogSection,
-    LoraSection,
-    MaskedSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-    Section,
-    TrainSection,
-)
 from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import longest_document
@@ -39,28 +23,28 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: ModelSection = ModelSection()
-    lora: LoraSection = LoraSection()
-    dpo: DpoSection = DpoSection()
-    masked: MaskedSection = MaskedSection()
-    data: DataSection = DataSection()
-    batch: BatchSection = BatchSection()
-    context: ContextSection = ContextSection()
-    parallel: ParallelSection = ParallelSection()
-    balance: BalanceSection = BalanceSection()
-    train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    log: LogSection = LogSection()
+    model: settings.ModelSection = settings.ModelSection()
+    lora: settings.LoraSection = settings.LoraSection()
+    dpo: settings.DpoSection = settings.DpoSection()
+    masked: settings.MaskedSection = settings.MaskedSection()
+    data: settings.DataSection = settings.DataSection()
+    batch: settings.BatchSection = settings.BatchSection()
+    context: settings.ContextSection = settings.ContextSection()
+    parallel: settings.ParallelSection = settings.ParallelSection()
+    balance: settings.BalanceSection = settings.BalanceSection()
+    train: settings.TrainSection = settings.TrainSection()
+    optimizer: settings.OptimizerSection = settings.OptimizerSection()
+    eval: settings.EvalSection = settings.EvalSection()
+    checkpoint: settings.CheckpointSection = settings.CheckpointSection()
+    log: settings.LogSection = settings.LogSection()
 
     def changed(self, changes: Mapping[str, Any]) -> "Config":
         """Returns the settings with new values by dotted name; rules are not checked."""
         config = self
         for name, value in changes.items():
             section, key = name.split(".")
-            settings = getattr(config, section).model_copy(update={key: value})
-            config = config.model_copy(update={section: settings})
+            changed = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: changed})
         return config
 
     def model_source(self, vocab_size: int | None = None) -> ModelSource:
@@ -107,8 +91,8 @@ class Config(BaseModel):
     @property
     def watches_checkpoint(self) -> bool:
         """Whether balance terms are added to a checkpoint's model, whose blocks are then not compiled."""
-        wanted = self.balance.document_loss or self.balance.z_loss or self.balance.bias_rate
-        return self.model.from_pretrained is not None and bool(wanted)
+        balanced = self.balance.document_loss or self.balance.z_loss or self.balance.bias_rate
+        return self.model.from_pretrained is not None and bool(balanced)
 
     def compiles(self, device: str, spec: ModelSpec | None = None) -> bool:
         """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
@@ -154,7 +138,7 @@ class Config(BaseModel):
         return yaml.safe_dump(plain(self.model_dump()), sort_keys=False)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, Section)
+SECTIONS: dict[str, type[settings.Section]] = {
+    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, settings.Section)
 }
 """Sections by name."""

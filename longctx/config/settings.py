@@ -10,10 +10,10 @@ from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import Lora
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
+from longctx.planning.cost.spec import Recompute
 from longctx.planning.pipeline import Schedule
 from longctx.planning.plan import Mode
 
-Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
 """Upper bound on tokens, steps and other numbers; keeps costs within 64 bits."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]

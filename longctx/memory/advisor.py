@@ -17,8 +17,7 @@ from longctx.errors import UserError
 from longctx.memory.loads import Load, full_loads, loads
 from longctx.memory.model import Memory, estimate, fits
 from longctx.parallel.host_memory import free_bytes
-from longctx.parallel.recompute import MODES
-from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.spec import RECOMPUTE_MODES, ModelSpec
 from longctx.training.data import make_planner, step_lengths
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes
@@ -114,7 +113,7 @@ def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterab
     for ranks in worlds:
         if broken_rules(config, ranks):
             continue
-        for recompute in MODES:
+        for recompute in RECOMPUTE_MODES:
             for keep_kv in (False, True):
                 times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
                 candidates = heaviest(config.changed(times), store, ranks)

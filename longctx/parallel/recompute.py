@@ -20,9 +20,8 @@ from longctx.attention import OPERATORS
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.offload import Offload
+from longctx.planning.cost.spec import RECOMPUTE_MODES
 
-MODES = ("none", "norms", "mlp", "selective", "full")
-"""From most memory to least, and from the least recomputation to the most."""
 PRODUCTS = [
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
@@ -46,8 +45,8 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
 
     Raises ValueError for another mode, and UserError if `mlp_tile_tokens` is set but a block has no module `mlp`.
     """
-    if mode not in MODES:
-        raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(MODES)}")
+    if mode not in RECOMPUTE_MODES:
+        raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(RECOMPUTE_MODES)}")
     if mode == "norms" and mlp_tile_tokens is not None:
         mode = "mlp"  # tiles recompute the MLP anyway
     for block in model.layers:

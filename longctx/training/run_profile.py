@@ -10,14 +10,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.config import Config
-from longctx.config.settings import Recompute
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
 from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.scaling import arithmetic_said, scale
-from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline

@@ -17,7 +17,7 @@ from typing import Any
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.scaling import scale
-from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import Pipeline
@@ -94,7 +94,7 @@ class Split:
     tensor: int
     pipeline: Pipeline
     domain: int
-    recompute: str
+    recompute: Recompute
     reshard_after: str
     reduce_after: str
     tokens_per_rank: int

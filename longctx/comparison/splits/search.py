@@ -24,7 +24,7 @@ from longctx.memory.model import Memory, estimate
 from longctx.planning.assignment import Integers, least_degrees
 from longctx.planning.cost.bounds import step_bound_ns
 from longctx.planning.cost.model import NANOSECONDS
-from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import divisors
 from longctx.planning.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
@@ -35,7 +35,7 @@ from longctx.training.metrics import model_flops
 BUDGETS = tuple(1024 << power for power in range(9))
 """Tokens per rank in the search: 1,024 to 262,144."""
 CHUNKS = (1, 2, 4)
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 WEIGHTS = (("step", "step"), ("block", "step"), ("block", "micro_batch"))
 """reshard_after and reduce_after, from most memory and fewest messages to least memory."""
 TOO_LONG = "cannot hold the longest document"

@@ -2,6 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Recompute = Literal["none", "norms", "mlp", "selective", "full"]
+RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
+"""What backward recomputes of each block, from most memory to least; see `longctx.parallel.recompute`."""
 
 
 @dataclass(frozen=True)
