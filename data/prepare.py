@@ -68,16 +68,13 @@ def prepare(
         corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, or `python-stdlib`; or an open
             Corpus, which may also name the column of the text and the split.
         out: folder of the store.
-        tokenizer: `bpe` (trained on the corpus), `bytes`, the path of a tokenizer.json, or a checkpoint's folder or name on the
-            hub.
+        tokenizer: `bpe` (trained on the corpus), `bytes`, a tokenizer.json, or a checkpoint's folder or name on the hub.
         vocab_size: maximum vocabulary size of a trained tokenizer.
         end_of_document: token that ends a document; None: the checkpoint's, or a well-known one of a given tokenizer.json.
         chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of a Jinja template.
-        template_variables: JSON values of variables of the chat template, such as {"enable_thinking": False}. They become
-            defaults in the template of the store, and thus of exports.
+        template_variables: defaults of variables of the template, such as {"enable_thinking": False}, also in exports.
         train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
-        max_length: maximum tokens of a conversation; longer ones are dropped and counted; None: no limit. Texts are always
-            kept: training splits them.
+        max_length: maximum tokens of a conversation, above which it is dropped and counted; texts, which are split, are kept.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
