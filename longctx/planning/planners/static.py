@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.bounds import bubble_bound_ns
-from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
+from longctx.planning.cost.model import alone_ns, attention_ns, fixed_ns, gather_ns, linear_ns, mate_ns
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.packing import emptiest_first
 from longctx.planning.planners.step import Candidate, Step, fastest
@@ -100,12 +100,11 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     queries = min(math.ceil(profile.overlap * profile.query_share * linear), -(-2 * max(0, exchange) // 3))
     exposed = max(0, exchange - math.ceil(profile.overlap * attention) - queries)
     work = max(0, linear + attention + exposed - rounding)
-    total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
 
-    def bound(used: int, work: int) -> int:
-        launches = -(-total // (used * tokens_per_rank))
-        found = fixed + launches * launch + work
-        return found + bubble_bound_ns(profile, step.pipeline, found, launches, len(lengths))
+    def bound(ranks_used: int, work: int) -> int:
+        micro_batches = -(-int(lengths.sum()) // (ranks_used * tokens_per_rank))
+        without_bubble = fixed_ns(profile, micro_batches) + work
+        return without_bubble + bubble_bound_ns(profile, step.pipeline, without_bubble, micro_batches, len(lengths))
 
     return bound(ranks, work * degree // ranks), bound(groups * degree, work // groups)
 
