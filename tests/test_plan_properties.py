@@ -17,7 +17,7 @@ from longctx.planning.layout import Placement, largest_shard
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.planning.planners.static import computing_bound_ns, degree_bounds_ns, longest_document_bound_ns, pack_static
+from longctx.planning.planners.static import degree_bounds_ns, pack_static
 from longctx.planning.planners.step import Step
 from tests.marks import examples
 
@@ -120,10 +120,7 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
         if found is not None:
             bounds = degree_bounds_ns(step, degree)
             on_all_ranks = max(on_all_ranks, bounds[0])
-            bound = max(
-                on_all_ranks, bounds[1], longest_document_bound_ns(step, degree), computing_bound_ns(step, found.assignment)
-            )
-            assert bound <= found.makespan_ns
+            assert max(on_all_ranks, bounds[1]) <= found.makespan_ns
             again = pack_static(step, degree, below=found.makespan_ns + 1)
             assert again is not None and again.makespan_ns == found.makespan_ns
 

@@ -342,7 +342,7 @@ def test_the_exchange_follows_the_real_nodes(monkeypatch: pytest.MonkeyPatch) ->
     spec = config.model_source(128256).spec
     made = make_attention(config, cast(Any, mesh), spec, plan, plan.layout(0, 0))(None, 0.0, None)
     ring = getattr(made, "ring", made)
-    crossing = [peer for each in ring.schedule.rounds for peer, _ in each.hops[0].receives if peer > 1]
+    crossing = [peer for round_ in ring.schedule.rounds for peer, _ in round_.hops[0].receives if peer > 1]
     assert len(crossing) == 3, "one relayed copy from each other node, as the other rank of the node takes the second one"
 
 

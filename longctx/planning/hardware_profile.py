@@ -66,25 +66,16 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         problems = []
-        for name in (
-            "linear_s_per_token",
-            "attention_s_per_token2",
-            "kv_bytes_per_token",
-            "intra_node_bytes_per_s",
-            "inter_node_bytes_per_s",
-            "ranks_per_node",
-        ):
+        for name in (field.name for field in fields(self) if field.name not in ("attention_efficiency", "exchange_levels")):
             value = getattr(self, name)
-            if not _is_number(value) or value <= 0:
-                problems.append(f"{name} is {value!r}: must be a positive number")
-        for name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", "state_bytes"):
-            value = getattr(self, name)
-            if not _is_number(value) or value < 0:
-                problems.append(f"{name} is {value!r}: must be a number ≥ 0")
-        for name in ("overlap", "query_share"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value <= 1:
-                problems.append(f"{name} is {value!r}: must be in [0, 1]")
+            if name in ("overlap", "query_share"):
+                valid, rule = _is_number(value) and 0 <= value <= 1, "in [0, 1]"
+            elif name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", "state_bytes"):
+                valid, rule = _is_number(value) and value >= 0, "a number ≥ 0"
+            else:
+                valid, rule = _is_number(value) and value > 0, "a positive number"
+            if not valid:
+                problems.append(f"{name} is {value!r}: must be {rule}")
         if _is_number(self.ranks_per_node) and self.ranks_per_node > 1 << 20:
             problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be at most {1 << 20}")
         if not isinstance(self.ranks_per_node, int):

@@ -19,6 +19,7 @@ from longctx.planning.cost.model import (
     StepTimes,
     attention_ns,
     exposed_ns,
+    fixed_ns,
     gather_ns,
     linear_ns,
     mate_ns,
@@ -72,7 +73,7 @@ def bubble_bound_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, la
     if pipeline.ranks == 1:
         return 0
     launch = nanoseconds(profile.launch_s)
-    work = max(0, bound - nanoseconds(profile.step_s) - launches * launch)
+    work = max(0, bound - fixed_ns(profile, launches))
     # Launch time rises and the bubble shrinks with K: the best K is where the two slopes cancel, or the largest K.
     even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else most
     choices = {min(max(k, launches), most) for k in (even, even + 1)}
@@ -84,8 +85,7 @@ def even_work_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Int
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
     attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees)).astype(np.int64)
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
-    launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
-    fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
+    fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
     return fixed + (int(attention.sum()) + int(linear.sum())) // ranks
 
 
@@ -93,8 +93,7 @@ def tight_step_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int,
     """Returns the tight lower bound on step time, ≥ `step_bound_ns`. Every document must fit at some degree."""
     beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank)
     least = -(-lengths // tokens_per_rank)
-    launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
-    fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
+    fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
     longest, which = np.unique(lengths, return_inverse=True)
     longest = longest[-MOST:]
     table = document_bound_ns(profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank)

@@ -24,6 +24,11 @@ def nanoseconds(seconds: float) -> int:
     return math.ceil(seconds * NANOSECONDS)
 
 
+def fixed_ns(profile: HardwareProfile, micro_batches: int) -> int:
+    """Returns the fixed costs of a step with so many micro-batches."""
+    return nanoseconds(profile.step_s) + micro_batches * nanoseconds(profile.launch_s)
+
+
 def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
     """Returns the attention kernel's efficiency for documents of `tokens`, interpolated linearly in log2(tokens)."""
     points = log2(np.array([row[0] for row in table], dtype=np.float64))

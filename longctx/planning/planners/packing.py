@@ -86,37 +86,17 @@ def place_rings(
     early = early[np.argsort(-step.lengths[early], kind="stable")]
     starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
     times = _times_by_first_rank(step, split, early)
-    single = _singles_at_end(split.degree[early], times, starts[early], stops[early])
-
-    def in_turn(part: slice) -> bool:
-        for document, by_first_rank in zip(early[part].tolist(), times[part], strict=True):
-            degree, shard = int(split.degree[document]), int(split.tokens[document])
-            extra = np.zeros_like(by_first_rank) if dense else by_first_rank
-            run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
-            run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
-            if run is None:
-                return False
-            row, first = micro_batch[document], first_rank[document] = run
-            time[document] = by_first_rank[first]
-            load[row, first : first + degree] += time[document]
-            free[row, first : first + degree] -= shard
-        return True
-
-    def at_once(singles: Integers) -> bool:
-        rows = slice(int(starts[singles[0]]), int(stops[singles[0]]))
-        slots = emptiest_first(load[rows], free[rows], time[singles], split.tokens[singles])
-        if slots is None:
-            return False
-        row, rank = np.divmod(slots + rows.start * step.ranks, step.ranks)
-        micro_batch[singles], first_rank[singles] = row, rank
-        np.add.at(load, (row, rank), time[singles])
-        np.subtract.at(free, (row, rank), split.tokens[singles])
-        return True
-
-    if not in_turn(slice(single)):
-        return None
-    if single < len(early) and not at_once(early[single:]) and not in_turn(slice(single, None)):
-        return None
+    for document, by_first_rank in zip(early.tolist(), times, strict=True):
+        degree, shard = int(split.degree[document]), int(split.tokens[document])
+        extra = np.zeros_like(by_first_rank) if dense else by_first_rank
+        run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
+        run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
+        if run is None:
+            return None
+        row, first = micro_batch[document], first_rank[document] = run
+        time[document] = by_first_rank[first]
+        load[row, first : first + degree] += time[document]
+        free[row, first : first + degree] -= shard
     target = _water_filled(load, free, int(time[~placed].sum()), int(split.tokens[~placed].sum()))
     if target is None:
         return None
@@ -129,16 +109,6 @@ def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Int
     repeat = min(node // math.gcd(node, step.block), step.ranks)
     times = step.alone_ns(step.lengths[documents][:, None], split.degree[documents][:, None], np.arange(repeat))
     return times[:, np.arange(step.ranks) % repeat]
-
-
-def _singles_at_end(degree: Integers, times: Integers, start: Integers, stop: Integers) -> int:
-    """Returns the index from which on every document is single-rank, takes the same time on any rank, and has the same range of
-    micro-batches.
-
-    Each takes the emptiest rank: a heap finds it faster than `_best_run`.
-    """
-    alike = (degree == 1) & (times == times[:, :1]).all(axis=1) & (start == start[-1:]) & (stop == stop[-1:])
-    return int(np.flatnonzero(~alike).max(initial=-1)) + 1
 
 
 def _best_run(

@@ -22,7 +22,7 @@ import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, least_degrees
 from longctx.planning.cost.bounds import even_work_bound_ns, step_bound_ns
-from longctx.planning.cost.model import nanoseconds
+from longctx.planning.cost.model import fixed_ns, nanoseconds
 from longctx.planning.cost.rounds import PRICE
 from longctx.planning.planners.degree_table import DegreeTable
 from longctx.planning.planners.packing import PlacedRings, even_out, fill, place_rings
@@ -178,12 +178,11 @@ def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, i
     def makespan(plan: Assignment) -> int:
         return step.score(step.on_ranks(plan)).makespan_ns
 
-    fixed_ns, launch_ns = nanoseconds(step.profile.step_s), nanoseconds(step.profile.launch_s)
     best = sorted(((makespan(plan), i, rings, plan) for i, (rings, plan) in enumerate(plans)), key=lambda item: item[:2])
     for kept, rounds in table.settings.evened:
         lowest = best[0][0]
         for place, (before, i, rings, plan) in enumerate(best):
-            if fixed_ns + plan.micro_batches * launch_ns + rings.estimate_ns < lowest:  # otherwise it cannot become the best
+            if fixed_ns(step.profile, plan.micro_batches) + rings.estimate_ns < lowest:  # otherwise it cannot become the best
                 even = even_out(rings, plan, rounds)
                 if (after := makespan(even)) < before:
                     best[place] = after, i, rings, even

@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.bounds import bubble_bound_ns
-from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
+from longctx.planning.cost.model import alone_ns, attention_ns, fixed_ns, gather_ns, linear_ns, mate_ns
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.packing import emptiest_first
 from longctx.planning.planners.step import Candidate, Step, fastest
@@ -47,8 +47,6 @@ def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | N
         limit = best.makespan_ns if best else below
         if bound >= limit:
             break
-        if longest_document_bound_ns(step, degree) >= limit:
-            continue
         if (found := pack_static(step, degree, below=limit)) is not None:
             best = fastest(best, found)
     return best
@@ -81,8 +79,7 @@ def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
     plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
-    promising = [plan for plan in plans if computing_bound_ns(step, plan) < below]
-    found = [step.candidate_below(below, f"static:{degree}", plan) for plan in promising]
+    found = [step.candidate_below(below, f"static:{degree}", plan) for plan in plans]
     return fastest(*found) if any(found) else None
 
 
@@ -103,37 +100,13 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     queries = min(math.ceil(profile.overlap * profile.query_share * linear), -(-2 * max(0, exchange) // 3))
     exposed = max(0, exchange - math.ceil(profile.overlap * attention) - queries)
     work = max(0, linear + attention + exposed - rounding)
-    total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
 
-    def bound(used: int, work: int) -> int:
-        launches = -(-total // (used * tokens_per_rank))
-        found = fixed + launches * launch + work
-        return found + bubble_bound_ns(profile, step.pipeline, found, launches, len(lengths))
+    def bound(ranks_used: int, work: int) -> int:
+        micro_batches = -(-int(lengths.sum()) // (ranks_used * tokens_per_rank))
+        without_bubble = fixed_ns(profile, micro_batches) + work
+        return without_bubble + bubble_bound_ns(profile, step.pipeline, without_bubble, micro_batches, len(lengths))
 
     return bound(ranks, work * degree // ranks), bound(groups * degree, work // groups)
-
-
-def longest_document_bound_ns(step: Step, degree: int) -> int:
-    """Returns a lower bound for plans of one degree: the fixed costs, and computing the slowest document without exchange.
-
-    It spares the packing of low degrees where there are fewer documents than groups.
-    """
-    profile, degrees = step.profile, np.full_like(step.lengths, degree)
-    alone = attention_ns(profile, step.lengths, degrees) + linear_ns(profile, largest_shards(step.lengths, degrees))
-    launch, longest = nanoseconds(profile.launch_s), int(alone.max())
-    fixed = nanoseconds(profile.step_s) + step.fewest_micro_batches * launch
-    return fixed + longest + step.pipeline.bubble_ns(launch + longest)
-
-
-def computing_bound_ns(step: Step, plan: Assignment) -> int:
-    """Returns a lower bound for a static plan: its time without exchange. It spares most exact scores."""
-    profile, lengths = step.profile, step.lengths
-    computing = attention_ns(profile, lengths, plan.degree) + linear_ns(profile, lengths // plan.degree) - 1  # rounded up
-    shape = (plan.micro_batches, step.ranks)
-    on_first_ranks = np.bincount(plan.micro_batch * step.ranks + plan.first_rank, computing, math.prod(shape)).reshape(shape)
-    times, launch = on_first_ranks.max(axis=1), nanoseconds(profile.launch_s)
-    fixed = nanoseconds(profile.step_s) + plan.micro_batches * launch
-    return fixed + int(times.sum()) + step.pipeline.bubble_ns(launch + int(times.max()))
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
