@@ -59,26 +59,27 @@ class Row:
     @property
     def fix(self) -> str:
         """The ways out in words."""
-        texts = [f"set it to {self.instead}" if self.instead else "omit it"]
-        for way_out in self.where.ways_out:
+        texts = []
+        for way_out in self.ways_out:
             name, _, value = way_out.partition("=")
+            name = "it" if name == self.key else name
             texts.append(f"omit {name}" if value == "null" else f"set {name} to {value}")
         return ", or ".join(texts)
 
     def problem(self, config: Config, spec: ModelSpec | None) -> Problem | None:
         """Returns the problem if the settings have it. Without `spec`, nothing is known of the model."""
-        conditions = _conditions(self.refused) + _conditions(self.where.condition)
-        if spec is None and any(condition.name in FACTS for condition in conditions):
-            return None
-        values = []
-        for condition in conditions:
-            values.append(_value(condition.name, config, spec))
-            if not condition.holds(values[-1]):
+        values = {}
+        for condition in _conditions(self.refused) + _conditions(self.where.condition):
+            name = condition.name
+            if name in FACTS and spec is None:
                 return None
-        key, *names = (condition.name for condition in conditions)
-        where = " and ".join(f"{name} is {yaml_text(value)}" for name, value in zip(names, values[1:], strict=True))
-        others = tuple(FACTS[name][0] if name in FACTS else name for name in names)
-        return Problem(key, values[0], f"not possible where {where}: {self.why}", self.fix, others)
+            values[name] = _value(name, config, spec)
+            if not condition.holds(values[name]):
+                return None
+        value = values.pop(self.key)
+        where = " and ".join(f"{name} is {yaml_text(other)}" for name, other in values.items())
+        others = tuple(FACTS[name][0] if name in FACTS else name for name in values)
+        return Problem(self.key, value, f"not possible where {where}: {self.why}", self.fix, others)
 
 
 class _Condition(NamedTuple):

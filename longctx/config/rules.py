@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from longctx.config.combinations import ROWS
 from longctx.config.problems import ConfigError, Problem
-from longctx.config.process_rules import domain_rules, expert_mesh_rules, mesh_rules
+from longctx.config.process_rules import process_rules
 from longctx.config.run import FLOAT8_ROWS, Config
 from longctx.errors import UserError, install, shell
 from longctx.model.context_extension import RopeError
@@ -39,10 +39,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
         for rule_on_model in (_layers, _tensor, _experts):
             problems += rule_on_model(config, spec)
     if world_size is not None:
-        problems += mesh_rules(config, world_size) or [
-            *domain_rules(config, world_size),
-            *expert_mesh_rules(config, world_size),
-        ]
+        problems += process_rules(config, world_size)
     return problems
 
 
