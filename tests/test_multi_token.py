@@ -46,10 +46,10 @@ def test_loss_and_gradients_are_those_of_the_paper(
     expected = {name: weight.grad for name, weight in made.named_parameters()}
     made.zero_grad()
 
-    loss, metrics = in_one_buffer(made, documents, wanted)
+    loss, mtp_loss = in_one_buffer(made, documents, wanted)
     loss.backward()
     torch.testing.assert_close(loss.detach(), main.detach())
-    assert metrics["mtp_loss"] == pytest.approx(float(later.detach()) / blocks, abs=1e-9)
+    assert mtp_loss == pytest.approx(float(later.detach()) / blocks, abs=1e-9)
     for name, weight in made.named_parameters():
         gradient = torch.zeros_like(weight) if expected[name] is None else expected[name]
         torch.testing.assert_close(weight.grad, gradient, rtol=1e-7, atol=1e-9, msg=name)
