@@ -5,7 +5,7 @@ messages do not. Host tensors are real, so whatever the host reads from a device
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from longctx.attention import exchange
 from longctx.attention.kernels import KERNELS, KernelRequest, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
@@ -173,6 +174,16 @@ def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class AtTheEnd:
+    """Runs hops where their end is waited for."""
+
+    def __init__(self, hops: Callable[[], None]) -> None:
+        self.end = hops
+
+    @staticmethod
+    def end_others() -> None: ...
+
+
 @contextmanager
 def as_on_gpus(config: Config) -> Iterator[None]:
     """Uses what the trainer would use on a GPU: torch's fused norm and AdamW, and offloading of activations."""
@@ -190,6 +201,8 @@ def as_on_gpus(config: Config) -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.RMSNorm, "forward", norm))
         stack.enter_context(mock.patch.object(training, "make_optimizer", optimizer))
         stack.enter_context(mock.patch.object(build, "apply_recompute", recompute))
+        # Fake tensors belong to one thread; on a GPU there is none.
+        stack.enter_context(mock.patch.object(exchange, "_Beside", AtTheEnd))
         yield
 
 
