@@ -65,18 +65,16 @@ class Step:
         ranks, price = self.ranks * self.block, self.round_price
         return score(self.profile, self.lengths, assignment, ranks, self.pipeline, round_price=price)
 
-    def candidate(self, winner: str, assignment: Assignment) -> "Candidate":
-        """Returns an assignment to ranks with its exchange rounds and predicted times."""
-        return self._candidate(winner, assignment, self.score(assignment))
+    def candidate(self, winner: str, assignment: Assignment, scored: StepTimes | None = None) -> "Candidate":
+        """Returns an assignment to ranks with its exchange rounds and predicted times; `scored` is its `score` if known."""
+        scored = scored or self.score(assignment)
+        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
+        return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
     def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":
         """Returns the same, or None if a lower bound of the makespan reaches the limit."""
-        timed = self.score(assignment)
-        return None if timed.makespan_ns >= limit else self._candidate(winner, assignment, timed)
-
-    def _candidate(self, winner: str, assignment: Assignment, scored: StepTimes) -> "Candidate":
-        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
-        return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
+        scored = self.score(assignment)
+        return None if scored.makespan_ns >= limit else self.candidate(winner, assignment, scored)
 
     def on_ranks(self, places: Assignment) -> Assignment:
         """Returns the assignment to ranks of an assignment to places."""
