@@ -128,13 +128,13 @@ def messages(kv: torch.Tensor, gradients: torch.Tensor, received: Sequence[torch
 
     class Messages(Exchange):
         def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> Pending:
-            round_, self.round_ = getattr(self, "round", 0), getattr(self, "round", 0) + 1
+            number = self.started = getattr(self, "started", -1) + 1
             if "backward" in self.where:
                 if outgoing:
-                    gradients.index_add_(0, received[round_], torch.cat([part for _, part in outgoing]).double())
+                    gradients.index_add_(0, received[number], torch.cat([part for _, part in outgoing]).double())
                 incoming.zero_()
             else:
-                incoming.copy_(kv[received[round_]])
+                incoming.copy_(kv[received[number]])
             return Pending(self, [], incoming, [], [])
 
     return Messages

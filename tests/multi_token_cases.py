@@ -72,8 +72,8 @@ def document(made: Decoder, tokens: torch.Tensor, labels: torch.Tensor) -> tuple
 
 def in_one_buffer(
     made: Decoder, documents: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns the loss of packed documents on one rank, and the metrics of multi-token prediction."""
+) -> tuple[torch.Tensor, float]:
+    """Returns the loss of packed documents on one rank, and that of multi-token prediction."""
     plan = placed_plan([len(each) for each in documents], 1, [[Placement(n, 0, 1) for n in range(len(documents))]])
     blocks = made.spec.predictions
     (batch,), targets = pack_documents(plan, 0, documents, labels, ahead=blocks)
@@ -85,4 +85,4 @@ def in_one_buffer(
     later = extra.later(batch, head, max(1, targets), torch.device("cpu"))
     attention = packed_attention(batch.layout, 1, kernel="reference")
     loss = made(batch.tokens, batch.positions, attention, head, None, later)
-    return loss, {"mtp_loss": extra.end_step()}
+    return loss, extra.end_step()
