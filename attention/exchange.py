@@ -2,8 +2,9 @@
 
 Uses only batched point-to-point messages on one communicator, never a process group per degree. NCCL runs the batches of a
 communicator one after the other, so messages between nodes may have a second one, to travel beside those inside a node. Ranks
-post matching messages in the same order, because the order is a function of the plan (invariant I3). Many messages are posted
-in several batches, or rounds; both ends of one post it in the same round, so that no rank waits for a later round of another.
+post matching messages in the same order, because the order is a function of the plan (invariant I3). Many messages of
+one exchange round are posted in several batches; both ends of a message post it in the same batch, so that no rank waits for a
+later batch of another.
 """
 
 import threading
@@ -62,7 +63,7 @@ class Exchange:
         rounds: dict[tuple[bool, int], list[dist.P2POp]] = defaultdict(list)
         for operation, tensor, peer in messages:
             other = self._group_to(peer)
-            number = other is not self.group, self._round(peer)
+            number = other is not self.group, self._batch(peer)
             rounds[number].append(dist.P2POp(operation, tensor, self._global(peer), other))
         peers = sorted({peer for _, _, peer in messages})
         _Beside.end_others()
@@ -99,10 +100,10 @@ class Exchange:
         group, node = self.across
         return self.group if peer // node == dist.get_rank(self.group) // node else group
 
-    def _round(self, peer: int) -> int:
-        """Returns the round of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
+    def _batch(self, peer: int) -> int:
+        """Returns the batch of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
 
-        A round has OPERATIONS_PER_BATCH / 4 distances, each with two peers, to which a rank sends and from which it receives.
+        A batch has OPERATIONS_PER_BATCH / 4 distances, each with two peers, to which a rank sends and from which it receives.
         """
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         distance = min((peer - rank) % ranks, (rank - peer) % ranks)

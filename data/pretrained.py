@@ -1,6 +1,6 @@
 """Pretrained: tokenizer, end-of-text tokens and chat template of a Hugging Face checkpoint, from a folder or the hub.
 
-`transformers` reads the files, and only here. The files themselves are copied into the store, so that an export can put them
+`transformers` loads the tokenizer here. The files themselves are copied into the store, so that an export can put them
 beside the weights.
 """
 

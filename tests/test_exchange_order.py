@@ -221,7 +221,7 @@ def test_both_ends_of_a_message_have_the_same_round(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
         one = Exchange(None, "a test")
-        numbers |= {(rank, peer): one._round(peer) for peer in range(ranks) if peer != rank}
+        numbers |= {(rank, peer): one._batch(peer) for peer in range(ranks) if peer != rank}
     assert all(numbers[a, b] == numbers[b, a] for a in some for b in some if a != b)
     of_rank_0 = [number for (rank, _), number in numbers.items() if rank == 0]
     assert all(2 * of_rank_0.count(number) <= exchange.OPERATIONS_PER_BATCH for number in range(max(of_rank_0) + 1))

@@ -58,7 +58,7 @@ def test_an_offloaded_optimizer_uses_the_cores(
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     config = load(None, ["model.preset=tiny", "model.vocab_size=100", f"train.offload_optimizer={offload}"])
     one = SimpleNamespace(size=lambda: 1)
-    mesh = SimpleNamespace(device=torch.device("cuda"), stage=0, tensor=one, weights=one, copies=one, experts=None)
+    mesh = SimpleNamespace(device=torch.device("cuda"), pipeline_rank=0, tensor=one, weights=one, copies=one, experts=None)
     with pytest.raises(RuntimeError, match="that is enough"):
         build.build_model(config.model_source(), config, cast(Any, mesh))
     assert used == expected

@@ -209,7 +209,7 @@ class Run:
         )
         model = Decoder(shape, stages)
         mesh = SimpleNamespace(
-            pipeline=column, device=torch.device("cpu"), tensor=SimpleNamespace(size=lambda: 1), stage=place, ends=None
+            pipeline=column, device=torch.device("cpu"), tensor=SimpleNamespace(size=lambda: 1), pipeline_rank=place, ends=None
         )
         recorder = Recorder(rank)
         with recorder.installed():

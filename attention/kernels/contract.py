@@ -5,13 +5,13 @@
     refusal(request) -> reason why the kernel does not support the request, or None
 
 q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] and
-the gradients have the dtype of q, or that of lse if the kernel computes them in it; the caller accumulates in the dtype of lse.
-lse [Tq, heads] is the natural log-sum-exp of the scores, float32 (float64 for float64 inputs). Scores are scale · q·k, or
+the gradients have the dtype of q, or that of lse if the kernel computes them in it; the caller accumulates in the dtype of
+lse. lse [Tq, heads] is the natural log-sum-exp of the scores, float32 (float64 for float64 inputs). Scores are scale · q·k, or
 softcap · tanh(scale · q·k / softcap) if softcap is not 0. No two segments of one call share a query or a key, and every query
-of a segment sees at least one of its keys; empty segments are skipped. Queries outside all segments get out = 0 and lse = -inf;
-gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse, merged over all calls, as ring attention
-needs. The last dimension of every tensor is contiguous; the others may be strided. A kernel ignores the parts of `mode` that
-make no difference to it.
+of a segment sees at least one of its keys; empty segments are skipped. q, k and v have one dtype and device. Queries outside
+all segments get out = 0 and lse = -inf; gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse,
+merged over all calls, as ring attention needs. The last dimension of every tensor is contiguous; the others may be strided. A
+kernel ignores the parts of `mode` that make no difference to it.
 """
 
 from dataclasses import dataclass

@@ -310,7 +310,7 @@ class TrainSection(Section):
     DeepSeek-V3"""
     fit_memory: bool | None = None
     """use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv says otherwise,
-    and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange stages, resharding and
+    and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange rounds, resharding and
     others (null: on GPUs)"""
     peak_flops: float | None = Field(None, gt=0)
     """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on a CPU)"""

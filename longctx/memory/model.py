@@ -72,8 +72,8 @@ def fits(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load]
 
 def _moments(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], fused: bool) -> Iterator[Memory]:
     for load in candidates:
-        for stage in range(config.parallel.pipeline_parallel_size):
-            yield from RankMemory(spec, config, ranks, load, fused, stage).moments()
+        for pipeline_rank in range(config.parallel.pipeline_parallel_size):
+            yield from RankMemory(spec, config, ranks, load, fused, pipeline_rank).moments()
 
 
 class Weights:
@@ -111,13 +111,13 @@ class Weights:
 
 
 class RankMemory:
-    """A step of a rank on pipeline stage `stage` under one load: the moments that may be its peak."""
+    """A step of one pipeline rank under one load: the moments that may be its peak."""
 
-    def __init__(self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, stage: int) -> None:
-        self.spec, self.config, self.load, self.fused, self.stage = spec, config, load, fused, stage
+    def __init__(self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, pipeline_rank: int) -> None:
+        self.spec, self.config, self.load, self.fused, self.pipeline_rank = spec, config, load, fused, pipeline_rank
         self.recompute, self.split = config.train.recompute, config.parallel.tensor_parallel_size
-        self.first, self.last = stage == 0, stage == config.pipeline.ranks - 1
-        held = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[stage]
+        self.first, self.last = pipeline_rank == 0, pipeline_rank == config.pipeline.ranks - 1
+        held = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[pipeline_rank]
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
         self.layer = max((spec.layers[number] for number in held), key=lambda layer: layer.parameters)
@@ -164,7 +164,7 @@ class RankMemory:
         if pipeline.ranks == 1:
             return 0
         runs = pipeline.runs(self.load.micro_batches)
-        later = pipeline.ranks - 1 - self.stage
+        later = pipeline.ranks - 1 - self.pipeline_rank
         warm_up = {"gpipe": float(runs), "1f1b": later + 1.0}.get(
             pipeline.schedule, (2 * later + (pipeline.chunks - 1) * pipeline.ranks) / pipeline.chunks + 1
         )

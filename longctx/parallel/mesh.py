@@ -83,7 +83,7 @@ class Mesh:
         return dist.get_world_size(self.control)
 
     @property
-    def stage(self) -> int:
+    def pipeline_rank(self) -> int:
         """Rank of this process in its pipeline; 0 without one."""
         return 0 if self.pipeline is None else dist.get_rank(self.pipeline)
 
@@ -93,7 +93,7 @@ class Mesh:
 
         True for one tensor rank per rank of the domain; in a pipeline only on the last stage, where the losses are.
         """
-        last = self.pipeline is None or self.stage == dist.get_world_size(self.pipeline) - 1
+        last = self.pipeline is None or self.pipeline_rank == dist.get_world_size(self.pipeline) - 1
         return last and self.tensor.get_local_rank() == 0
 
     def gather(self, values: list[float]) -> torch.Tensor:

@@ -216,7 +216,7 @@ class PipelineRun:
         for stage in self.stages:
             stage.inputs = given.__getitem__
         found = [torch.zeros(len(one.tokens), device=self.mesh.device) for one in given]
-        place, ranks = self.mesh.stage, self.pipeline.ranks
+        place, ranks = self.mesh.pipeline_rank, self.pipeline.ranks
         before, after = (dist.get_global_rank(self.group, (place + step) % ranks) for step in (-1, 1))
         sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 

@@ -1,4 +1,4 @@
-"""Validation: checks of planner input, and of the guarantees that training relies on.
+"""Check: planner input, and the guarantees of a plan that training relies on.
 
 `make_plan` checks every plan before it returns it. I1: every document is placed in exactly one micro-batch, on ranks of the
 domain. I4: no rank holds more than `tokens_per_rank` tokens in any micro-batch. Together with the order of micro-batches (I2)

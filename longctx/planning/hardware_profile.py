@@ -22,7 +22,7 @@ class ProfileError(UserError):
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """Constants of the cost model (seconds, bytes and tokens; forward and backward of one pipeline stage).
+    """Constants of the cost model (seconds, bytes and tokens; forward and backward of the layers of one pipeline rank).
 
     Attributes:
         linear_s_per_token: time per token of everything except attention.

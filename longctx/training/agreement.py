@@ -34,7 +34,7 @@ class RanksDiffer(UserError):
 def identity(config: Config, fingerprints: Iterable[str], found: Checkpoint | None) -> dict[str, str]:
     """Returns what must be the same on all ranks, by name; the run folder may differ.
 
-    `fingerprints` are those of the stores of all stages, `found` is the checkpoint to continue from.
+    `fingerprints` are those of the stores for training, `found` is the checkpoint to continue from.
     """
     settings: dict[str, str] = {}
     for section, content in config.model_dump(mode="json").items():

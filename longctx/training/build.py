@@ -59,7 +59,7 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
 
     Returns (the model, None), or in a pipeline (the part of this rank, the PipelineRun that runs it).
     """
-    pipeline, position = config.pipeline, mesh.stage
+    pipeline, position = config.pipeline, mesh.pipeline_rank
     splits = split_layers(source.spec, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
     own_stages = range(position, pipeline.stages, pipeline.ranks)
     with torch.device("meta"):

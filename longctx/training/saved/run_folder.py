@@ -1,4 +1,7 @@
-"""Run folder: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, latest. Checked before a run starts."""
+"""Run folder: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and `latest`, a link for people.
+
+It is checked before a run starts. The checkpoint found is that of the last step; `checkpoint.verified` reads it later.
+"""
 
 import errno
 import fcntl
