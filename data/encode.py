@@ -17,7 +17,7 @@ from longctx.data.template import Rendered, Template
 from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
 
 
-class Row(NamedTuple):
+class EncodedDocument(NamedTuple):
     """A document of the store.
 
     Attributes:
@@ -79,7 +79,7 @@ class Encoder:
                 raise ChatError(f"{document.name}: {error}") from error
         return rendered
 
-    def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[Row], int]:
+    def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[EncodedDocument], int]:
         """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
         The two documents of a preference pair must be adjacent in the batch; if one is too long, both are dropped.
@@ -122,11 +122,11 @@ class Encoder:
         marked = self.markup.encode_batch([r.text for r in rendered], [r.spans or () for r in rendered], workers=self.workers)
         return list(zip(rendered, marked, strict=True))
 
-    def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> Row:
+    def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> EncodedDocument:
         assert self.markup is not None
         end = self._end[: rendered.unended]
         tokens, trained = np.append(marked.tokens, end), np.append(marked.trained, np.ones(len(end), np.bool_))
-        return Row(
+        return EncodedDocument(
             document,
             tokens,
             None if rendered.spans is None else trained,
@@ -137,11 +137,11 @@ class Encoder:
             rendered.left_out,
         )
 
-    def _plain(self, document: Document, texts: Sequence[Encoded]) -> Row:
+    def _plain(self, document: Document, texts: Sequence[Encoded]) -> EncodedDocument:
         """Joins the tokens of a text, or of a conversation in ChatML."""
         counts = sum(text.characters for text in texts), sum(text.lost for text in texts)
         if document.text is not None:
-            return Row(document, np.concatenate([self.begin, texts[0].tokens, self._end]), None, *counts)
+            return EncodedDocument(document, np.concatenate([self.begin, texts[0].tokens, self._end]), None, *counts)
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
@@ -151,4 +151,4 @@ class Encoder:
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.train_on == "all" else np.append(mask, mask[-1])
-        return Row(document, np.concatenate([tokens, self._end]), trained, *counts, left_out=missing)
+        return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, *counts, left_out=missing)

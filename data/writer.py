@@ -19,7 +19,7 @@ import pyarrow
 
 from longctx.checksums import SummedFile, damage, sealed, unsealed
 from longctx.data.corpus import Corpus, Found
-from longctx.data.encode import Encoder, Row
+from longctx.data.encode import EncodedDocument, Encoder
 from longctx.data.formats import PAIRS, Document
 from longctx.data.store import store_schema
 from longctx.data.tokenizer import Tokenizer
@@ -101,10 +101,12 @@ def finished_parts(folder: Path) -> list[Part]:
     return parts
 
 
-def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tuple[list[Document], list[Row], int]]:
+def _encoded(
+    batches: Iterator[list[Document]], encoder: Encoder
+) -> Iterator[tuple[list[Document], list[EncodedDocument], int]]:
     """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered while one is tokenized."""
     with ThreadPoolExecutor(max_workers=1) as thread:
-        ahead: tuple[list[Document], Future[tuple[list[Row], int]]] | None = None
+        ahead: tuple[list[Document], Future[tuple[list[EncodedDocument], int]]] | None = None
         for batch in batches:
             submitted = batch, thread.submit(encoder.encode, batch, encoder.render(batch))
             if ahead is not None:
@@ -139,7 +141,7 @@ class _PartWriter:
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self.part = Part(file.name)
 
-    def write(self, documents: Sequence[Document], rows: Sequence[Row], dropped: int) -> None:
+    def write(self, documents: Sequence[Document], rows: Sequence[EncodedDocument], dropped: int) -> None:
         """Appends the rows of `documents`, of which `dropped` documents have none."""
         part = self.part
         part.dropped_documents += dropped

@@ -13,7 +13,7 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import UserError
 from longctx.evaluation.loss import LossPart
-from longctx.evaluation.retrieval import KEYS, NOISE, Cell, Grid, Writer, answer, ask
+from longctx.evaluation.retrieval import KEYS, NOISE, Cell, Grid, TaskWriter, answer, ask
 from tests import launched
 from tests.evaluation_cases import (
     FOR_CHECKPOINTS,
@@ -160,7 +160,7 @@ TEXTS = [f"{ask(key)}{answer(value)}.{NOISE[value % len(NOISE)]}" for key in KEY
 @pytest.mark.parametrize("tokenizer", [Tokenizer.bytes(), Tokenizer.train(TEXTS, 700)], ids=["bytes", "BPE"])
 def test_documents_of_a_grid(tokenizer: Tokenizer) -> None:
     grid = Grid((150, 1000), (0.0, 0.4, 1.0), keys=3)
-    writer = Writer(tokenizer, grid)
+    writer = TaskWriter(tokenizer, grid)
     for cell in grid.cells:
         question = writer.write(cell, 0)
         assert len(question.tokens) == cell.length
@@ -186,7 +186,7 @@ def test_a_grid_is_refused() -> None:
         ):
             Grid(**{"lengths": (100,), "depths": (0.5,), **wrong})
     with pytest.raises(UserError, match=r"20 tokens has no room for 4 facts: they and the question need"):
-        Writer(Tokenizer.bytes(), Grid((20,), (0.5,), keys=4)).write(Cell(20, 0.5, 1), 0)
+        TaskWriter(Tokenizer.bytes(), Grid((20,), (0.5,), keys=4)).write(Cell(20, 0.5, 1), 0)
 
 
 @pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, (1, 2, 3)))

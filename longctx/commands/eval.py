@@ -147,7 +147,7 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 def _check_grid(grid: "Grid", tokenizer: "Tokenizer", capacity: int, world_size: int) -> None:
     """Raises UserError for documents that the ranks cannot hold, or that are too short for the facts."""
-    from longctx.evaluation.retrieval import Writer
+    from longctx.evaluation.retrieval import TaskWriter
 
     longest = max(grid.lengths)
     if longest > capacity:
@@ -155,7 +155,7 @@ def _check_grid(grid: "Grid", tokenizer: "Tokenizer", capacity: int, world_size:
             f"--lengths has {longest:,} tokens, but {world_size} processes hold documents of at most {capacity:,}: raise "
             "--batch.tokens_per_rank, start more processes, or use shorter lengths"
         )
-    Writer(tokenizer, grid).write(grid.cells[0], 0)
+    TaskWriter(tokenizer, grid).write(grid.cells[0], 0)
 
 
 def _evaluate(

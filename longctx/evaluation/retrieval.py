@@ -123,7 +123,7 @@ class Question:
         return labels
 
 
-class Writer:
+class TaskWriter:
     """Writes documents of an exact number of tokens, for any tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, grid: Grid) -> None:
@@ -183,7 +183,7 @@ def retrieve(grid: Grid, tokenizer: Tokenizer, look: Look, planner: Planner, mes
 
     Documents are planned together until they have `step_tokens` tokens.
     """
-    writer = Writer(tokenizer, grid)
+    writer = TaskWriter(tokenizer, grid)
     cells = grid.cells
     right = np.zeros(len(cells), np.int64)
     waiting: list[tuple[int, Question]] = []
