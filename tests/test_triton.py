@@ -283,7 +283,7 @@ def test_it_compiles_for_gpus(options: tuple[str, ...], repository: Path) -> Non
 def test_a_program_that_does_not_fit_gets_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version of Triton may need more shared memory. Stages change no result; a program that never fits is an error."""
     monkeypatch.setattr(triton, "_fewer_stages", {})
-    monkeypatch.setattr(triton._Run, "blocks", lambda run, program: triton.BLOCKS[program, 64])
+    monkeypatch.setattr(triton._KernelLaunch, "blocks", lambda run, program: triton.BLOCKS[program, 64])
     tried: list[int] = []
 
     class Program:
@@ -299,7 +299,7 @@ def test_a_program_that_does_not_fit_gets_fewer_stages(monkeypatch: pytest.Monke
             return launched
 
     q = torch.zeros(4, 2, 64)
-    run = triton._Run(q, q, q, (Segment(0, 4, 0, 4, None, 0),), 1.0, 0.0)
+    run = triton._KernelLaunch(q, q, q, (Segment(0, 4, 0, 4, None, 0),), 1.0, 0.0)
     device = SimpleNamespace(OutOfResources=OutOfResources)
     run.device_code = SimpleNamespace(triton=device, forward_kernel=Program(1), dq_kernel=Program(0))  # type: ignore[assignment]
     for _ in range(2):
