@@ -96,7 +96,6 @@ class Loader(Iterator[StepBatch]):
         self._rank = rank
         self._ranks = ranks
         self.planner = planner
-        """Planner of the steps prepared from now on: once step n has been returned, of the steps from n + 2."""
         self._pad_to_multiple_of = pad_to_multiple_of
         self._masking = masking
         self._later = ahead
@@ -205,13 +204,12 @@ class Loader(Iterator[StepBatch]):
             self._ahead = None
 
     def _submit(self) -> Future[tuple[StepBatch, Any]]:
-        # The planner is read here and not in the thread: which steps a new planner plans must not depend on timing.
-        return self._thread.submit(self._prepare, self._step + 1, self._cursor, self.planner)
+        return self._thread.submit(self._prepare, self._step + 1, self._cursor)
 
-    def _prepare(self, step: int, cursor: Any, planner: Planner) -> tuple[StepBatch, Any]:
+    def _prepare(self, step: int, cursor: Any) -> tuple[StepBatch, Any]:
         """Returns the step that begins at `cursor`, and the cursor after it."""
         pieces, next_cursor = self.sampler.step(cursor)
-        plan = planner([piece.length for piece in pieces])
+        plan = self.planner([piece.length for piece in pieces])
         self._check(plan, pieces)
         options = (self._pad_to_multiple_of, self._masking, self._later)
         return read_step(self._store, pieces, plan, self._rank, step, *options), next_cursor

@@ -2,6 +2,7 @@
 
 from longctx.config import Config
 from longctx.errors import shell
+from longctx.model.presets import NoNativeModel
 from longctx.model.source import lines_on
 from longctx.training.build import computed_by
 from longctx.training.checks import check_family
@@ -81,8 +82,6 @@ def print_end(config: Config, step: int, *, trained: bool) -> None:
 
 def how_to_export(config: Config) -> str:
     """Returns the command that exports the run, or why nothing can; without transformers, which export needs, the command."""
-    from longctx.model.presets import NoNativeModel
-
     try:
         check_family(config)
     except NoNativeModel as none:

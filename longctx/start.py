@@ -5,6 +5,7 @@ import math
 import sys
 import traceback
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from longctx.training.build import attention_requests, join_run
 from longctx.training.checks import check_export, check_model, check_pairs, check_vocabulary
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
+from longctx.training.optimizer import MOMENTS
 from longctx.training.run import Run
 from longctx.training.run_profile import ProfilesDiffer
 from longctx.training.saved import checkpoint
@@ -61,7 +63,8 @@ def train(
     Raises UserError for everything that is wrong before the processes join.
     """
     check(config, world_size=Launch.read().world_size)
-    run = prepare(config, resume=resume, resume_if_any=resume_if_any, continued=continued).changed(traced=profile_steps)
+    run = prepare(config, resume=resume, resume_if_any=resume_if_any, continued=continued)
+    run = replace(run, traced=profile_steps)
     rank, peers = run.launch.rank, None
     stop = StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():
@@ -96,14 +99,11 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
 
     Rank 0 prints notes on settings without effect, and on damaged checkpoints. See `train`. Raises UserError.
     """
-    if continued is not None and (resume or config.dpo.beta is not None):
-        reason, way_out = "--resume continues the run itself", "omit one of the two, or use --resume-if-any"
-        if not resume:
-            reason, way_out = (
-                "DPO compares with the model at the start of the run",
-                "export that run, and start from it",
-            )
-        raise UserError(f"--continue is {continued}, but {reason}: {way_out}")
+    if continued is not None and resume:
+        raise UserError(f"--continue is {continued}, but --resume continues the run itself: omit one, or use --resume-if-any")
+    if continued is not None and config.dpo.beta is not None:
+        rule = "DPO compares with the model at the start of the run"
+        raise UserError(f"--continue is {continued}, but {rule}: export that run, and start from it")
     check_wandb(config.log.wandb)
     run = Run.open(config)
     _log_kernels(run)
@@ -121,15 +121,14 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)
         refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
-    # Weights and two moments, in float32.
-    size = 0 if config.checkpoint.every is None else 12 * spec.trained_parameters
+    size = 0 if config.checkpoint.every is None else (1 + MOMENTS) * 4 * spec.trained_parameters  # in float32
     saved, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
     if saved is None and continued is not None:
-        saved, more = checkpoint.to_continue(continued, config.train.run_dir, config.train.steps)
+        saved, more = checkpoint.to_continue(continued, config.train.steps)
         damaged += more
-    run = run.changed(checkpoint=saved)
+    run = replace(run, checkpoint=saved)
     check_export(config, saved if run.resumes else None)
     if run.launch.rank == 0:
         for sentence in damaged + _notes(config, run.device):
@@ -175,13 +174,13 @@ def _fit(run: Run, mesh: Mesh) -> Run:
     spec, store, ranks = run.source.spec, run.data.store, run.launch.world_size
     config = fitted(spec, run.config, store, ranks, int(least), fused=run.on_gpu)
     refuse_too_large(spec, config, store, ranks, int(least), fused=run.on_gpu)
-    return run.changed(config=config, changes=changes_between(run.config, config))
+    return replace(run, config=config, changes=changes_between(run.config, config))
 
 
 def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
     """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks call it."""
     saved, damaged = checkpoint.verified(run.checkpoint, mesh.control)
-    run = run.changed(checkpoint=saved)
+    run = replace(run, checkpoint=saved)
     if mesh.world_rank == 0:
         for sentence in damaged:
             print(f"longctx train: {sentence}", file=sys.stderr)

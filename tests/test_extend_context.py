@@ -74,7 +74,7 @@ def train(runs: Path, settings: list[str]) -> list[dict[str, Any]]:
         dist.barrier()
         found = checkpoint.newest(run)[0]
         if found is None and rows:
-            found, _ = checkpoint.to_continue(runs / "extend_context_short", run, config.train.steps)
+            found, _ = checkpoint.to_continue(runs / "extend_context_short", config.train.steps)
         mesh = make_groups(torch.device("cpu"), timeout_s=60.0)
         dist.barrier()
         assert assemble(Run.open(config, checkpoint=found), mesh).train()

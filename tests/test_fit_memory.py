@@ -108,5 +108,7 @@ def test_a_run_trains_with_what_fits(
     assert main(["train", *words, f"--train.run_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out
     assert "\ntrain.fit_memory: --train.recompute=" in said
+    header = (tmp_path / "run/config.yaml").read_text().splitlines()[1]
+    assert header.startswith("# train.fit_memory: --train.recompute="), "what was changed stands above the settings"
     written = load(tmp_path / "run/config.yaml", [])
     assert written.train.recompute != "none" and f"--train.recompute={written.train.recompute}" in said

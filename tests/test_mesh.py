@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.torch_version import TorchVersion
 
+from longctx.errors import UserError
 from longctx.parallel import device as device_module
 from longctx.parallel import environment, mesh
 from longctx.parallel.environment import Launch
@@ -89,6 +90,18 @@ def test_the_allocator_is_configured_unless_the_user_did(
     device_module.prepare_allocator(device)
     ours = {"PYTORCH_ALLOC_CONF": SETTINGS} if device == GPU else {}
     assert os.environ == (ours if given is None else {given: "max_split_size_mb:64"})
+
+
+def test_a_device_is_current_only_after_its_allocator_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured: list[str | None] = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: configured.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    assert device_module.prepare_device("cuda", Launch(1, 1, 2, 2)) == torch.device("cuda", 1)
+    assert configured == [SETTINGS]
+    with pytest.raises(UserError, match="has 3 processes, which need a GPU each"):
+        device_module.prepare_device("cuda", Launch(0, 0, 3, 3))
+    assert len(configured) == 1
 
 
 def test_torch_reads_the_allocator_settings_when_it_starts() -> None:

@@ -167,8 +167,8 @@ def _step(arguments: argparse.Namespace) -> PlannedStep:
     """Returns all documents of a file, a step drawn from a mix, or the first step of training on a store."""
     from longctx.planning.layout import longest_document
 
-    refuse_other_kinds(arguments, KINDS)
     if kind_of_source(arguments) == "file":
+        refuse_other_kinds(arguments, KINDS)
         lengths = read_lengths(arguments.lengths)
         return PlannedStep(lengths, f"all of {arguments.lengths} as one step", max(lengths))
     ranks, tokens_per_rank = arguments.ranks, arguments.tokens_per_rank

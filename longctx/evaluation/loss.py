@@ -17,7 +17,8 @@ from longctx.data.loader import Planner, count_targets
 from longctx.parallel.mesh import Mesh
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import documents_of
-from longctx.training.validation import Documents, Look
+from longctx.training.passes import Look
+from longctx.training.validation import Documents
 
 SMALLEST = 64
 """End of the first bucket; each following bucket ends at twice the end of the previous one."""

@@ -23,7 +23,7 @@ from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.training.objectives.loss import greedy_choices
 from longctx.training.objectives.objective import document_sums
-from longctx.training.validation import Look
+from longctx.training.passes import Look
 
 _WORDS = """
 amber anchor apple arrow autumn badger bamboo barrel basil beacon berry birch bottle bramble bridge bronze

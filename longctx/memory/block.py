@@ -14,6 +14,8 @@ MATRICES = ("norms",)
 AROUND_ATTENTION = (*MATRICES, "mlp")
 OPERATORS = (*AROUND_ATTENTION, "selective")
 INPUT = (*OPERATORS, "full")
+"""Modes that keep: everything (none); outputs of matrices that others recompute (norms); also what surrounds attention (mlp);
+also attention's own results (selective); and the block's input, which every mode but none keeps."""
 
 
 @dataclass(frozen=True)

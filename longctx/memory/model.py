@@ -17,6 +17,7 @@ from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.work import layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
+from longctx.training.optimizer import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class RankMemory:
         self.fixed = Memory("", pipeline=self.pipeline())
         if not (self.config.train.offload_optimizer and self.fused):
             parameters = FLOAT32 * weights.stored + self.block.number * (weights.all - weights.stored)
-            optimizer = 2 * FLOAT32 * weights.stored // shards
+            optimizer = MOMENTS * FLOAT32 * weights.stored // shards
             self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-from longctx.config import Config
 from longctx.data.loader import Loader
 from longctx.model.protocol import Model, differences_but_rope
 from longctx.parallel.mesh import Mesh
 from longctx.training.build import computed_by
-from longctx.training.checks import check_pairs
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
 from longctx.training.objectives.objective import Objective, TokenMean
@@ -32,7 +30,6 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     The run stops after the current step if `stop` has received its signal on any rank. Collective.
     """
     config, saved = run.config, run.checkpoint
-    check_pairs(config, run.data)
     passes = Passes(config, mesh, run.source)
     optimizer = make_optimizer(passes.model, config.optimizer, mesh.device)
     own = saved if run.resumes else None
@@ -103,7 +100,7 @@ def _go_to(saved: Checkpoint, run: Run, model: Model, loader: Loader, base: dict
 
 def _begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
     """Writes settings and model files of a run into its folder, and opens its log."""
-    config: Config = run.config
+    config = run.config
     keep_model_files(config.train.run_dir, run.source, run.data.store)
     computed = computed_by(config, run.source.spec, mesh.device.type)
     header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {run.changes}\n" if run.changes else "")

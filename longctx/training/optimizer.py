@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from longctx.config.settings import OptimizerSection
 
+MOMENTS = 2
+"""Numbers that the optimizer keeps for every trained parameter, in float32."""
+
 
 def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
     """Makes AdamW over all trained parameters, without weight decay for norms (one-dimensional). Fused on CUDA."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
@@ -12,7 +12,7 @@ from longctx.attention import RingAttention
 from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
-from longctx.model.protocol import Attention
+from longctx.model.protocol import Attention, Projection
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
@@ -24,7 +24,27 @@ from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, l
 from longctx.training.objectives.multi_token import MultiTokenLoss
 from longctx.training.objectives.objective import Objective, StepWeights, document_sums
 from longctx.training.trace import micro_batch_name
-from longctx.training.validation import LabelScore
+
+
+class LabelScore(Protocol):
+    """Maps hidden states [tokens, hidden] and the output weight to one number per label [tokens], 0 without a label.
+
+    `rows` are those with a label.
+    """
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: Projection,
+        labels: torch.Tensor,
+        *,
+        softcap: float = 0.0,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+Look = Callable[[StepBatch, LabelScore], list[torch.Tensor]]
+"""A pass without gradients, `Passes.look`."""
 
 
 class Passes:
@@ -73,7 +93,7 @@ class Passes:
         """
 
         def inputs(number: int) -> Inputs:
-            self.place = f"micro-batch {number}".__str__
+            self.place = lambda: f"micro-batch {number}"
             labels, device = batch.micro_batches[number].labels, self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
             head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)

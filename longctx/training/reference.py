@@ -29,7 +29,8 @@ from longctx.training.data import padding
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import document_sums
 from longctx.training.optimizer import norm_of, sum_of_squares
-from longctx.training.validation import Documents, Look
+from longctx.training.passes import Look
+from longctx.training.validation import Documents
 
 FILE = "reference.npz"
 """File of the reference log-probabilities of the documents that the run trains on."""

@@ -1,6 +1,6 @@
 """Run: the settings of a run with everything that they name, opened once on this rank."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +52,3 @@ class Run:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
-
-    def changed(self, **others: Any) -> "Run":
-        """Returns the run with other values of its attributes."""
-        return replace(self, **others)

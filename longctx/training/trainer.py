@@ -223,8 +223,8 @@ class Trainer:
         local = {
             "squares": squares,
             "plan": math.nan if next_hash is None else number_of(next_hash),
-            "loss": float(losses.double().sum()) * counts,
-            "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) * counts,
+            "loss": float(losses.double().sum()) if counts else 0.0,
+            "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
             "bubble_share": idle_share,
             "data_wait_s": batch.data_wait_s,
             "attention_s": spent[ATTENTION],

@@ -5,12 +5,10 @@ run, so that training continues bit by bit as without it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import torch
 
 from longctx.config import Config
 from longctx.data.loader import Planner, read_step
@@ -19,44 +17,11 @@ from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store import Store
 from longctx.errors import UserError, shell
-from longctx.model.protocol import Projection
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, make_masking, padding
 from longctx.training.objectives.loss import log_probabilities
-from longctx.training.objectives.objective import Objective, StepWeights
-
-
-class LabelScore(Protocol):
-    """Maps hidden states [tokens, hidden] and the output weight to one number per label [tokens], 0 without a label.
-
-    `rows` are those with a label.
-    """
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        weight: Projection,
-        labels: torch.Tensor,
-        *,
-        softcap: float = 0.0,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
-
-Look = Callable[[StepBatch, LabelScore], list[torch.Tensor]]
-"""A pass without gradients, `Passes.look`."""
-
-
-class LookingPasses(Protocol):
-    """What a validation needs of `training.passes.Passes`."""
-
-    mesh: Mesh
-
-    def look(self, batch: StepBatch, score: LabelScore) -> list[torch.Tensor]: ...
-
-    def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights: ...
-
-    def end_looking(self) -> None: ...
+from longctx.training.objectives.objective import Objective
+from longctx.training.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -171,7 +136,7 @@ class Validator:
     """
 
     documents: Documents
-    passes: LookingPasses
+    passes: Passes
     planner: Planner
     objective: Objective | None = None
 

@@ -125,13 +125,11 @@ def newest(run: Path, before: int | None = None) -> tuple[Checkpoint | None, lis
     return None, damaged
 
 
-def to_continue(run: Path, own: Path, steps: int) -> tuple[Checkpoint, list[str]]:
-    """Returns the newest complete checkpoint of a run, with which the run in `own` of `steps` steps begins, as `newest` does.
+def to_continue(run: Path, steps: int) -> tuple[Checkpoint, list[str]]:
+    """Returns the newest complete checkpoint of a run that another one of `steps` steps continues, as `newest` does.
 
-    Raises CheckpointError if there is none, if it is of that run itself, or if no step is left.
+    Raises CheckpointError if there is none, or if no step is left.
     """
-    if run.resolve() == own.resolve():
-        raise CheckpointError(f"--continue is {run}, the run folder itself: use --resume, or choose another --train.run_dir")
     saved, damaged = newest(run)
     if saved is None:
         why = f" ({'; '.join(damaged)})" if damaged else ""
