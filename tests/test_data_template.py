@@ -1,5 +1,5 @@
-"""Conversations rendered by a checkpoint's template: tokens equal those of transformers, and tokens to train on are those that
-a renderer written by hand attributes to the assistant."""
+"""Conversations rendered by a checkpoint's template: tokens equal those of transformers, and tokens to train on are those
+between generation marks of the same template, as transformers reads them."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ from longctx.data.store import Store
 from longctx.data.template import Template
 from longctx.data.tokenizer import TokenizerError
 from tests.data_cases import write_jsonl
-from tests.template_cases import FAMILIES, SMOLLM2, SMOLLM2_MARKED, TOOLS, Family, Pieces, call, chat
+from tests.template_cases import FAMILIES, SMOLLM2, SMOLLM2_MARKED, TOOLS, Family, call, chat
 
 CASES = [(name, title) for name, family in FAMILIES.items() for title in family.conversations]
 
@@ -57,11 +57,12 @@ def stores(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-def learnt_tokens(tokenizer: Any, pieces: Pieces) -> list[bool]:
-    """Returns which tokens of the joined pieces contain a character of the assistant, by the tokenizer's own offsets."""
-    written = [learnt for text, learnt in pieces for _ in text]
-    encoded = tokenizer("".join(text for text, _ in pieces), add_special_tokens=False, return_offsets_mapping=True)
-    return [any(written[start:stop]) for start, stop in encoded["offset_mapping"]]
+def transformed(tokenizer: Any, family: Family, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of a conversation, and which of them have a character of the assistant, by transformers."""
+    marked = {"chat_template": family.marked, "return_assistant_tokens_mask": True, "return_dict": True}
+    encoded = tokenizer.apply_chat_template(messages, tools=tools, **marked)
+    assert encoded["input_ids"] == tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+    return encoded["input_ids"], [bool(written) for written in encoded["assistant_masks"]]
 
 
 def read(store: Store, document: int) -> tuple[list[int], list[bool]]:
@@ -76,12 +77,8 @@ def test_tokens_are_those_of_transformers_and_the_assistants_are_learnt(
 ) -> None:
     family, given = FAMILIES[name], record(FAMILIES[name], title)
     tokens, trained = read(stores[name], list(family.conversations).index(title))
-    pieces = family.pieces(given["messages"], given.get("tools"))
-    options = {"tools": given.get("tools"), "return_dict": False}
-    assert "".join(text for text, _ in pieces) == loaded[name].apply_chat_template(given["messages"], tokenize=False, **options)
-    assert tokens == loaded[name].apply_chat_template(given["messages"], **options)
-    assert trained == learnt_tokens(loaded[name], pieces)
-    assert any(trained)
+    assert (tokens, trained) == transformed(loaded[name], family, given["messages"], given.get("tools"))
+    assert any(trained) and not all(trained)
 
 
 def remade(checkpoints: dict[str, Path], folder: Path, conversations: list[dict[str, Any]], **options: Any) -> Store:
@@ -175,8 +172,7 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
         return
     assert rendered.spans is not None
     marked = markup.encode(rendered.text, rendered.spans)
-    assert marked.tokens.tolist() == loaded[name].apply_chat_template(messages, return_dict=False)
-    assert marked.trained.tolist() == learnt_tokens(loaded[name], family.pieces(messages, None))
+    assert (marked.tokens.tolist(), marked.trained.tolist()) == transformed(loaded[name], family, messages)
 
 
 def test_special_tokens_in_contents_are_told(
