@@ -12,7 +12,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -44,7 +43,7 @@ from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
-from tests.flash_fakes import deterministic_calls, installed, margins
+from tests.flash_fakes import deterministic_calls, installed, margins, module_of
 from tests.marks import examples
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
@@ -140,25 +139,19 @@ def test_every_library_computes_the_segments(drawn: tuple[list[Segment], int, in
 
 
 @pytest.mark.parametrize(
-    "segment",
+    ("segments", "q_rows", "k_rows"),
     [
-        Segment(0, 9, 0, 3, None, 0),  # right of the diagonal unlimited for no query, though the limit reaches all keys
-        Segment(0, 9, 0, 3, -8, None),  # the other side limited
-        Segment(0, 9, 0, 3, -8, 1),
-        Segment(0, 3, 0, 9, 2, None),
+        ([Segment(0, 9, 0, 3, None, 0)], 10, 9),  # unlimited to the right for no query, though the limit reaches all keys
+        ([Segment(0, 9, 0, 3, -8, None)], 10, 9),  # the other side limited
+        ([Segment(0, 9, 0, 3, -8, 1)], 10, 9),
+        ([Segment(0, 3, 0, 9, 2, None)], 10, 9),
+        ([Segment(0, 1, 0, 4), Segment(2, 3, 4, 5)], 3, 6),  # single queries with grouped heads
+        ([], 3, 2),
+        ([Segment(0, 3, 1, 1), Segment(1, 1, 0, 2)], 3, 2),  # none with queries and keys
     ],
 )
-def test_bands_over_more_queries_than_keys(library: Library, segment: Segment) -> None:
-    check(library, [segment], 10, 9, 0)
-
-
-def test_single_queries_with_grouped_heads(library: Library) -> None:
-    check(library, [Segment(0, 1, 0, 4), Segment(2, 3, 4, 5)], 3, 6, 0)
-
-
-def test_no_segments(library: Library) -> None:
-    check(library, [], 3, 2, 0)
-    check(library, [Segment(0, 3, 1, 1), Segment(1, 1, 0, 2)], 3, 2, 0)
+def test_bands_and_segments_at_the_edge(library: Library, segments: list[Segment], q_rows: int, k_rows: int) -> None:
+    check(library, segments, q_rows, k_rows, 0)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -362,28 +355,24 @@ def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch)
     flash_library.import_error.cache_clear()
 
 
-def of_flash_2() -> ModuleType:
-    """Returns the functions of flash_attn.cute.interface that flash-attn 2.8.3 installs, with the arguments that matter."""
-
-    def _flash_attn_fwd(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None,
-        causal=False, softcap=None, window_size_left=None, window_size_right=None,
-    ):  # type: ignore[no-untyped-def]  # only its names matter  # fmt: skip
-        raise AssertionError
-
-    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):  # type: ignore[no-untyped-def]  # as above
-        raise AssertionError
-
-    module = ModuleType("flash_attn.cute.interface")
-    vars(module).update(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
-    return module
+OF_FLASH_2 = {
+    "_flash_attn_fwd": """q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, page_table=None,
+        softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None""",
+    "_flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0",
+}
+"""The functions of flash_attn.cute.interface that flash-attn 2.8.3 installs, with the arguments that matter."""
 
 
 def test_only_the_tested_flash_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions are private, and flash-attn 2.8.3 has modules of the same names."""
+
+    def never_called(arguments: object) -> None:
+        raise AssertionError
+
     assert flash_4.missing() is None
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "flash_attn.cute.interface", of_flash_2())
+        name = "flash_attn.cute.interface"
+        patch.setitem(sys.modules, name, module_of(name, OF_FLASH_2, never_called, never_called))
         why = flash_4.missing()
         assert why is not None and "another package replaced its modules (_flash_attn_fwd" in why
 
