@@ -16,9 +16,9 @@ from tests.workers import Workers
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# `--hypothesis-profile explore` draws new examples instead, to look for what the fixed ones miss.
-settings.register_profile("steady", deadline=None, derandomize=True, max_examples=40)
-settings.register_profile("explore", deadline=None, print_blob=True)
+# `--hypothesis-profile explore` draws new examples instead, and ten times as many, to look for what the fixed ones miss.
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("explore", deadline=None, max_examples=250, print_blob=True)
 settings.load_profile("steady")
 
 

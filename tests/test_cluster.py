@@ -1,6 +1,5 @@
 """The cluster of namespaces: arithmetic and tables everywhere; links, training and cleaning up where root may make it."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,26 +10,14 @@ import time
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import cluster
 import namespaces
 
-SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "cluster.py"
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_cluster", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-cluster = load_script()
+SCRIPT = Path(cluster.__file__)
 
 
 def can_make_namespaces() -> bool:
