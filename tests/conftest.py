@@ -46,6 +46,15 @@ def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]
 
 
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a tokenizer with the chat template of a family, by the family's name."""
+    from tests.template_cases import FAMILIES
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: family.save(folder / name) for name, family in FAMILIES.items()}
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
     """A command that fails in this process leaves its process group, as its process would end then."""

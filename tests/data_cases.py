@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.store import IGNORED_LABEL, Store
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanCost
@@ -41,6 +41,34 @@ def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, 
     source = write_jsonl(folder / f"{name}.jsonl", records)
     prepare(open_corpus(str(source)), folder / name, tokenizer="bytes")
     return Store.open(folder / name)
+
+
+def made(
+    folder: Path, records: Sequence[Any], tokenizer: str | Path = "bytes", template: str | None = None, **options: Any
+) -> Store:
+    """Makes a store of these records, over one that is there, with the text of a chat template if one is given."""
+    if template is not None:
+        (folder / "t.jinja").write_text(template)
+        options["chat_template"] = str(folder / "t.jinja")
+    source = open_corpus(str(write_jsonl(folder / "s.jsonl", records)))
+    prepare(source, folder / "store", tokenizer=str(tokenizer), overwrite=True, **options)
+    return Store.open(folder / "store")
+
+
+def whole(store: Store, document: int = 0) -> str:
+    return store.tokenizer.decode(store.read(document, 0, int(store.lengths[document]))[0])
+
+
+def learnt(store: Store, document: int = 0) -> str:
+    """Returns the text with loss."""
+    _, labels = store.read(document, 0, int(store.lengths[document]))
+    return store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL)
+
+
+def interrupt(stage: str, share: float) -> None:
+    """Ends a preparation that reports its progress here when more than half of the documents are tokenized."""
+    if stage == "tokenizing" and share > 0.6:
+        raise KeyboardInterrupt
 
 
 def random_plan(lengths: Sequence[int], ranks: int, seed: int) -> Plan:

@@ -19,7 +19,7 @@ from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Store
 from longctx.training.validation import in_steps
-from tests.data_cases import text_of, write_jsonl
+from tests.data_cases import learnt, made, text_of, write_jsonl
 
 ASKED, GOOD, BAD = (
     {"role": role, "content": content} for role, content in (("user", "Hello"), ("assistant", "Hi."), ("assistant", "Go."))
@@ -65,14 +65,10 @@ def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
         {"chosen": [*before, GOOD, ASKED, {"role": "assistant", "content": "more"}], "rejected": [*before, BAD], "weight": 2},
         {"prompt": before[1:], "chosen": "Hi.", "rejected": "Go.", "system": "S"},
     ]
-    prepare(open_corpus(str(write_jsonl(tmp_path / "s.jsonl", records))), tmp_path / "store", tokenizer="bytes")
-    store = Store.open(tmp_path / "store")
-    learnt = []
-    for document in range(len(store)):
-        _, labels = store.read(document, 0, int(store.lengths[document]))
-        learnt.append(store.tokenizer.decode(label for label in labels.tolist() if label != -100))
+    store = made(tmp_path, records)
     end, last = "<|im_end|>", "<|im_end|>\n<|endoftext|>"
-    assert learnt == [f"Hi.{end}more{last}", f"Go.{last}", f"Hi.{last}", f"Go.{last}"]
+    texts = [learnt(store, document) for document in range(len(store))]
+    assert texts == [f"Hi.{end}more{last}", f"Go.{last}", f"Hi.{last}", f"Go.{last}"]
     assert store.weights.tolist() == [2, 2, 1, 1]
     assert list(store.names) == [f"s.jsonl:{line}#{side}" for line in (1, 2) for side in ("chosen", "rejected")]
     assert store.pairs and store.manifest.formats == {"chosen-rejected": 4}
