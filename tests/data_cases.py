@@ -6,6 +6,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
+
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import IGNORED_LABEL, Store
@@ -31,6 +35,18 @@ def text_of(length: int, seed: int = 0) -> str:
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return path
+
+
+def written(folder: Path, records: Sequence[Any], suffix: str = "jsonl") -> Path:
+    """Writes records as JSON lines, Parquet or a saved dataset."""
+    path = folder / f"s.{suffix}"
+    if suffix == "jsonl":
+        return write_jsonl(path, records)
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), path)
+    else:
+        datasets.Dataset.from_list(list(records)).save_to_disk(str(path))
     return path
 
 

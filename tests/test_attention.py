@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention, ring_pass
 from longctx.attention.inputs import AttentionInputError
 from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, choose_kernel, contract, cpu
-from longctx.attention.merge import merge_
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
 from tests.attention_cases import Case, gather, run_case
@@ -122,30 +121,17 @@ def swapped(draw: st.DrawFn, case: Case) -> Case:
 
 @several_ranks
 @given(data=st.data(), case=cases(max_ranks=5))
-def test_head_exchange_equals_dense_float64(workers: Workers, data: st.DataObject, case: Case) -> None:
-    """Groups of ranks that swap heads for tokens, next to plain rings, with every mask and two-level exchange."""
-    case = replace(
-        data.draw(swapped(case)),
-        mask=data.draw(masks(case.lengths)),
-        sink_logits=data.draw(st.booleans()),
-        v_head_dim=data.draw(st.sampled_from([None, 6])),
-        keep_kv=data.draw(st.booleans()),
-        ranks_per_node=data.draw(st.none() | st.integers(2, 4)),
-    )
-    check(workers, case)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_every_option_equals_dense_float64(workers: Workers, swaps: bool, data: st.DataObject, case: Case) -> None:
+    """Any mask and degrees, with learned sinks, soft caps, kept keys, different head sizes of v and two-level exchange.
 
-
-@several_ranks
-@given(data=st.data(), case=cases())
-def test_every_mask_equals_dense_float64(workers: Workers, data: st.DataObject, case: Case) -> None:
-    """Any mask and degrees, with learned sinks, soft caps, kept keys and different head sizes of v."""
-    softcap = data.draw(st.sampled_from([0.0, 0.0, 1.5]))
-    v_head_dim = data.draw(st.sampled_from([None, None, 6]))
+    Also for groups of ranks that swap heads for tokens, next to plain rings.
+    """
     case = replace(
-        case,
+        data.draw(swapped(case)) if swaps else case,
         mask=data.draw(masks(case.lengths)),
-        softcap=softcap,
-        v_head_dim=v_head_dim,
+        softcap=data.draw(st.sampled_from([0.0, 0.0, 1.5])),
+        v_head_dim=data.draw(st.sampled_from([None, None, 6])),
         sink_logits=data.draw(st.booleans()),
         keep_kv=data.draw(st.booleans()),
         ranks_per_node=data.draw(st.none() | st.integers(1, 4)),
@@ -278,23 +264,6 @@ def test_long_sums_stay_well_inside_the_contract(workers: Workers) -> None:
     ring = relative_errors(gather(case, workers.run(run_case, case.ranks, case)), exact)
     errors = zip(ring, relative_errors(single_device(case), exact), (1.28, 1.22, 0.77, 0.74), strict=True)
     assert all(0 < several < most * single for several, single, most in errors)
-
-
-def test_partial_results_are_merged_in_float32() -> None:
-    """32 merges of bfloat16 parts add no more error than rounding each part and the result once."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(n, 2, 16, dtype=torch.float64).bfloat16() for n in (64, 64 * 32, 64 * 32))
-    kernel = KERNELS["cpu"]
-    everything = [Segment(0, 64, 0, 64 * 32)]
-    exact, _ = KERNELS["reference"].forward(q.double(), k.double(), v.double(), everything, 0.25)
-    out, lse = kernel.forward(q, k[:64], v[:64], [Segment(0, 64, 0, 64)], 0.25)
-    out = out.to(lse.dtype)
-    for part in range(1, 32):
-        rows = slice(64 * part, 64 * part + 64)
-        merge_(out, lse, *kernel.forward(q, k[rows], v[rows], [Segment(0, 64, 0, 64)], 0.25), [Segment(0, 64, 0, 64)])
-    single, _ = kernel.forward(q, k, v, everything, 0.25)
-    ring_error, single_error = relative_errors([out.bfloat16(), single], [exact, exact])
-    assert ring_error <= 2 * single_error
 
 
 def run_inputs(case: Case, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:

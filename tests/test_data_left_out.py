@@ -362,7 +362,7 @@ def test_variables_on_the_command_line(
     for variables, says in (
         ("{", "--template-variables is not JSON"),
         ("[1]", "must be a JSON object"),
-        ('{"a b": 1}', "must be a"),
+        ('{"a b": 1}', "must"),
     ):
         assert main([*command, "--template-variables", variables]) == 2
         assert says in capsys.readouterr().err

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from longctx.cli import main
@@ -16,18 +14,11 @@ from longctx.data.manifest import Manifest
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from tests import data_cases
-from tests.data_cases import interrupt, write_jsonl
+from tests.data_cases import interrupt, written
 from tests.template_cases import FAMILIES, TOOLS, chat
 
 END = "<|im_end|>"
 FUNCTION = TOOLS[0]["function"]
-
-
-def written(folder: Path, records: list[dict[str, Any]], suffix: str = "jsonl") -> Path:
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / "s.parquet")
-        return folder / "s.parquet"
-    return write_jsonl(folder / "s.jsonl", records)
 
 
 def documents(folder: Path, *records: dict[str, Any]) -> list[Document]:
@@ -147,6 +138,7 @@ def test_conversations_without_loss_are_dropped_and_counted(tmp_path: Path, caps
         {"instruction": "Q", "output": "bad", "kto_tag": False},
         {"messages": chat("Q", "bad"), "label": "False"},
         {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}], "label": 1},
+        *({"prompt": "Q", "completion": "bad", "label": mark} for mark in ("bad", "Undesirable", "No", -1)),
     ],
 )
 def test_an_answer_marked_as_bad_is_refused(
@@ -271,17 +263,11 @@ def test_a_call_by_its_old_name_is_a_tool_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
 def test_keys_that_are_not_used_are_counted(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import datasets
-
     records: list[dict[str, Any]] = [
         {"messages": chat("Q", "A"), "source": "web", "metadata": {"id": 3}, "text": "Q A"},
         {"messages": chat("Q", "B"), "source": "book", "metadata": {"id": 4}, "text": None},
     ]
-    if suffix == "dataset":
-        datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "s.dataset"))
-        source = tmp_path / "s.dataset"
-    else:
-        source = written(tmp_path, records, suffix)
+    source = written(tmp_path, records, suffix)
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
     assert "not used   metadata in 2, source in 2, text in 1 records" in capsys.readouterr().out
     assert Manifest.load(tmp_path / "store").unused == {"metadata": 2, "source": 2, "text": 1}
@@ -383,15 +369,17 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("record", "answer"),
+    "record",
     [
-        ({"prompt": "Q", "response": "good", "output": "log"}, "good<|im_end|>"),
-        ({"instruction": "Q", "output": "good", "completion": "other"}, "good<|im_end|>"),
+        {"prompt": "Q", "response": "good", "output": "log"},
+        {"instruction": "Q", "output": "good", "completion": "other"},
+        {"conversations": json.dumps([{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}]), "id": 7},
     ],
 )
-def test_the_answer_is_that_of_the_format(tmp_path: Path, record: dict[str, Any], answer: str) -> None:
+def test_the_answer_is_that_of_the_format(tmp_path: Path, record: dict[str, Any]) -> None:
+    """Conversations may be their JSON."""
     store = made(tmp_path, [record])
-    assert learnt(store) == answer and len(store.manifest.unused) == 1
+    assert learnt(store) == "good<|im_end|>" and len(store.manifest.unused) == 1
 
 
 SHARES = [{"from": "human", "value": "Q"}]
@@ -412,13 +400,3 @@ def test_pairs_of_sharegpt_and_alpaca(tmp_path: Path, record: dict[str, Any]) ->
     assert [learnt(store, number) for number in (0, 1)] == ["good<|im_end|>", "bad<|im_end|>"]
     tokens, _ = store.read(0, 0, int(store.lengths[0]))
     assert ("more" in store.tokenizer.decode(tokens)) == ("input" in record) and not store.manifest.unused
-
-
-def test_conversations_may_be_their_json(tmp_path: Path) -> None:
-    assert learnt(made(tmp_path, [{"conversations": json.dumps([*SHARES, GOOD])}])) == "good<|im_end|>"
-
-
-@pytest.mark.parametrize("mark", ["bad", "Undesirable", "No", -1])
-def test_words_for_bad_answers_are_refused(tmp_path: Path, mark: str | int) -> None:
-    with pytest.raises(CorpusError, match=r"`label` is .*, which may mark a bad answer"):
-        made(tmp_path, [{"prompt": "Q", "completion": "bad", "label": mark}])

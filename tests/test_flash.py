@@ -47,7 +47,13 @@ from tests.flash_fakes import deterministic_calls, installed, margins, module_of
 from tests.marks import examples
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
-BF16 = KernelRequest("cuda", torch.bfloat16, 128, 128)
+
+
+def of(dim: int, v_dim: int | None = None, **options: bool) -> KernelRequest:
+    return KernelRequest("cuda", torch.bfloat16, dim, v_dim or dim, **options)
+
+
+BF16 = of(128)
 NAMES = [library.name for library in LIBRARIES]
 
 
@@ -243,11 +249,11 @@ def test_tables_are_made_once() -> None:
         (BF16, AMPERE, "flash-attn 2"),
         (BF16, (12, 0), "flash-attn 2"),
         (KernelRequest("cuda", torch.float16, 192, 192), HOPPER, "flash-attn 3"),
-        (KernelRequest("cuda", torch.bfloat16, 192, 128), HOPPER, "flash-attn 3"),
-        (KernelRequest("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 3"),
-        (KernelRequest("cuda", torch.bfloat16, 256, 256, deterministic=True), HOPPER, "flash-attn 2"),
-        (KernelRequest("cuda", torch.bfloat16, 256, 256), BLACKWELL, "flash-attn 2"),
-        (KernelRequest("cuda", torch.bfloat16, 64, 64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
+        (of(192, 128), HOPPER, "flash-attn 3"),
+        (of(256), HOPPER, "flash-attn 3"),
+        (of(256, deterministic=True), HOPPER, "flash-attn 2"),
+        (of(256), BLACKWELL, "flash-attn 2"),
+        (of(64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
     ],
 )
 def test_the_best_library_is_chosen_and_named(
@@ -306,18 +312,10 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
     [
         (KernelRequest("cpu", torch.bfloat16, 64, 64), HOPPER, ["not on cpu"]),
         (KernelRequest("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
-        (KernelRequest("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
-        (
-            KernelRequest("cuda", torch.bfloat16, 64, 128),
-            HOPPER,
-            ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"],
-        ),
-        (KernelRequest("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: supports head sizes up to 256, not 512"]),
-        (
-            KernelRequest("cuda", torch.bfloat16, 512, 512, deterministic=True),
-            HOPPER,
-            ["flash-attn 3: supports head sizes up to 192, not 512, with a deterministic backward"],
-        ),
+        (of(60), HOPPER, ["divisible by 8"]),
+        (of(64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"]),
+        (of(512), HOPPER, ["flash-attn 2: supports head sizes up to 256, not 512"]),
+        (of(512, deterministic=True), HOPPER, ["flash-attn 3: supports head sizes up to 192, not 512, with a deterministic"]),
         (BF16, (7, 5), ["flash-attn 3: supports only Hopper", "flash-attn 2: needs Ampere"]),
     ],
 )
@@ -327,8 +325,13 @@ def test_refusals_say_why(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     why = Flash().library(request_)
     assert isinstance(why, str)
-    for part in parts:
-        assert part in why
+    assert all(part in why for part in parts)
+
+
+def test_on_the_cpu_it_is_refused() -> None:
+    q = torch.randn(3, 2, 8)
+    with pytest.raises(UserError, match="kernel flash runs on CUDA devices, not on cpu"):
+        Flash().forward(q, q, q, [Segment(0, 3, 0, 3)], 1.0)
 
 
 def test_refusals_of_torch() -> None:
@@ -361,7 +364,9 @@ OF_FLASH_2 = {
 
 
 def test_only_the_tested_flash_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions are private, and flash-attn 2.8.3 has modules of the same names."""
+    """Its functions are private, and flash-attn 2.8.3 has modules of the same names. The extra installs it."""
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["flash"] == [f"flash-attn-4=={flash_4.TESTED}"]
 
     def never_called(arguments: object) -> None:
         raise AssertionError
@@ -453,14 +458,7 @@ def compiled(window: bool) -> dict[str, set[Variant]]:
     return kernel.seen
 
 
-BLOCKS: list[Any] = [
-    ("forward", 4),
-    ("forward", 5),
-    ("forward", 4, 6),
-    ("backward", 4, 7),
-    ("backward", 5, 7),
-    ("backward", 6, 7),
-]
+BLOCKS: list[Any] = [("forward", 4), ("forward", 5), ("forward", 4, 6), *(("backward", place, 7) for place in (4, 5, 6))]
 """A pass, and the places in its variants that depend on the blocks of some GPU and head size."""
 
 
@@ -489,17 +487,6 @@ def test_all_variants_of_a_ring_are_compiled(lengths: list[int], short: int, deg
             for way, *block in BLOCKS:
                 for variant in made[way]:
                     assert any(same(variant, other, [0, 1, 2, 3, *block]) for other in known[way]), (way, block, variant)
-
-
-def test_the_extra_installs_the_tested_flash_4() -> None:
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["flash"] == [f"flash-attn-4=={flash_4.TESTED}"]
-
-
-def test_asked_for_on_the_cpu() -> None:
-    q = torch.randn(3, 2, 8)
-    with pytest.raises(UserError, match="kernel flash runs on CUDA devices, not on cpu"):
-        Flash().forward(q, q, q, [Segment(0, 3, 0, 3)], 1.0)
 
 
 def test_the_switch_of_torch_is_set_back() -> None:

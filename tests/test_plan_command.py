@@ -226,11 +226,13 @@ def test_bins_say_what_they_hold(lengths: Path, capsys: pytest.CaptureFixture[st
 
 def test_bins_hold_what_only_an_odd_degree_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """18 tokens fit 6 ranks of 3, but the last bin of the derived table ends before."""
-    path = tmp_path / "odd.txt"
+    path, planned = tmp_path / "odd.txt", []
     for length in range(1, 19):
         path.write_text(f"{length}\n")
         if plan(path, "--mode", "bins", "--json", ranks=6, tokens=3) == 0:
+            planned.append(length)
             assert sum(row["documents"] for row in json.loads(capsys.readouterr().out)["bins"]) == 1
+    assert planned == [*range(1, 17), 18], "17 tokens are 2 shards of 4 on any degree"
 
 
 def test_a_plan_in_a_pipeline(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
