@@ -43,22 +43,30 @@ def test_its_tables_are_those_of_its_rows(
             shown = f"| {gaps[0]} | {gaps[1]} |" if row["table"] == "speedups" else f"| {gaps[0]} ({gaps[1]}) |"
             assert [line for line in lines if line.startswith(f"| wlb_128k | {row['ranks']} |") and shown in line]
     speedups = {row["planner"]: row for row in rows if row["table"] == "speedups"}
-    (found,) = (line.strip("| ").split(" | ") for line in lines if line.startswith("| wlb_128k | 8 | 4 |"))
-    over = [f"{float(speedups['auto'][name]):.2f}" for name in ("speedup_over_fixed", "speedup_over_best_static")]
+    (cells,) = (line.strip("| ").split(" | ") for line in lines if line.startswith("| wlb_128k | 8 | 4 |"))
+    auto = speedups["auto"]
+    over, single, static = (f"{float(auto[f'speedup_over_{name}']):.2f}" for name in ("fixed", "best_single", "best_static"))
     degree = speedups["fixed-static"]["winner"].removeprefix("static:")
-    assert (found[3], found[4], found[6]) == (degree, f"**{over[0]}**", over[1])
+    assert cells[3] == f"{int(auto['tokens']) / 1e6:.2f}M"
+    assert cells[4:6] == [degree, f"**{over}**"]
+    assert cells[7:9] == [f"{single} ({auto['best_single_degree']})", static]
     assert rows[0]["command"] in lines[-1] + lines[-2]
 
 
-def test_the_fixed_degree_is_that_of_the_longest_document_of_all_seeds() -> None:
-    """32 ranks and a document each, 3 seeds: alone their steps would get several degrees, together all get the largest."""
-    steps = [load_mix("wlb_128k").draw(32, seed) for seed in range(3)]
-    alone = {fixed_degree(max(step), 32, bench.TOKENS_PER_RANK) for step in steps}
-    rows = {row.planner: row for row in bench.measure(bench.Setting("speedups", "wlb_128k", 32, 1), 3, H100)}
-    assert len(alone) > 1 and rows["fixed-static"].winner == f"static:{max(alone)}"
-    request = {"ranks": 32, "tokens_per_rank": bench.TOKENS_PER_RANK, "profile": H100, "degree": max(alone)}
-    plans = [plan_fixed_static(step, **request) for step in steps]
-    assert rows["fixed-static"].makespan_s == pytest.approx(sum(plan.makespan_s for plan in plans) / 3)
+def test_the_fixed_degree_is_that_of_the_longest_document_of_the_mix() -> None:
+    """32 ranks and a document each: the documents drawn would fit into a smaller degree; the best single degree is larger."""
+    steps = [load_mix("wlb_128k").draw(32, seed) for seed in range(2)]
+    assert max(fixed_degree(max(step), 32, bench.TOKENS_PER_RANK) for step in steps) < 8
+    result = bench.measure(bench.Setting("speedups", "wlb_128k", 32, 1), 2, H100)
+    request = {"ranks": 32, "tokens_per_rank": bench.TOKENS_PER_RANK, "profile": H100}
+    times = {d: [plan_fixed_static(step, **request, degree=d).makespan_s for step in steps] for d in (8, 16, 32)}
+    assert result["fixed-static"].winner == "static:8"
+    assert result["fixed-static"].makespan_s == pytest.approx(sum(times[8]) / 2)
+    best = min(times, key=lambda degree: sum(times[degree]))
+    assert result.single.best_single_degree == best > 8
+    auto = [make_plan(step, **request).makespan_s for step in steps]
+    gains = [single / own for single, own in zip(times[best], auto, strict=True)]
+    assert result.single.speedup_over_best_single == pytest.approx((gains[0] * gains[1]) ** 0.5)
 
 
 def test_documents_are_stretched_by_one_factor() -> None:

@@ -25,7 +25,7 @@ from longctx.comparison.modelled import (
     most_speedup,
     over_fixed_without_barriers,
 )
-from longctx.comparison.steps import LengthSource, file_source, fit, make_cases
+from longctx.comparison.steps import LengthSource, file_source, fit, make_cases, mix_source
 from longctx.comparison.table import missing
 from longctx.config import load
 from longctx.data.sampler import Sampler
@@ -195,6 +195,14 @@ def test_a_file_with_fewer_tokens_than_a_step_is_one_step_and_reported() -> None
     assert words == ["on 2 ranks all documents are one step: they have 15 tokens, fewer than 16 per step"]
     cases, words = make_cases(from_file("error", [7, 3, 5], 15), [2], 8192, H100, "error", all_must_fit=True)
     assert [sorted(case.lengths) for case in cases] == [[3, 5, 7]] * 3 and words == []
+
+
+@pytest.mark.parametrize(("mix", "degree"), [("wlb_128k", 8), ("magi_192k", 16), ("wikipedia", 64)])
+def test_the_fixed_degree_of_a_mix_holds_documents_that_are_not_drawn(mix: str, degree: int) -> None:
+    """64 ranks hold 1,048,576 tokens: of wikipedia's longest documents that is what splitting leaves."""
+    (case,), _ = make_cases(mix_source(mix, 16, 4, 0, 1), [64], 16384, H100, "split", all_must_fit=True)
+    assert max(case.lengths) < case.longest
+    assert compare_case(case, H100, ("fixed-static",))[0][0].winner == f"static:{degree}"
 
 
 def test_a_named_degree_must_hold_the_longest_document_of_the_data_set() -> None:

@@ -379,7 +379,10 @@ def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("more", "rate"), [([], 1e-6), (["--lora", "4"], 5e-5), (["--optimizer.learning_rate=3e-6"], 3e-6)])
+@pytest.mark.parametrize(
+    ("more", "rate"),
+    [([], 1e-6), (["--lora", "4"], 5e-5), (["--lora.rank=4"], 5e-5), (["--optimizer.learning_rate=3e-6"], 3e-6)],
+)
 def test_pairs_are_recognised(checkpoint: Path, preferences: Path, tmp_path: Path, more: list[str], rate: float) -> None:
     from longctx.config import load
 

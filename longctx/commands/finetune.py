@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(tokenizer=None)
     parser.epilog = (
         "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
-        f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with --lora.\n"
+        f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA.\n"
         f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
-        f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with --lora."
+        f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with LoRA."
     )
 
 
@@ -196,6 +196,7 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
     steps = given.train.steps
     if "steps" not in given.train.model_fields_set:
         steps = _steps(arguments.epochs, given, store, step, min(longest, capacity))
+    adapters = arguments.lora is not None or given.lora.rank is not None
     values: dict[str, dict[str, Any]] = {
         "model": {"from_pretrained": arguments.model},
         "data": {"store": str(store.path)},
@@ -207,7 +208,7 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
             "run_dir": str(out),
         },
         "optimizer": {
-            "learning_rate": LORA_RATE if arguments.lora else FULL_RATE,
+            "learning_rate": LORA_RATE if adapters else FULL_RATE,
             "warmup_steps": math.ceil(WARMUP * steps),
             "weight_decay": 0.0,
             "clip_grad_norm": 1.0,
@@ -216,7 +217,7 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
     }
     if store.pairs:
         values["dpo"] = {"beta": DPO_BETA}
-        values["optimizer"]["learning_rate"] = DPO_LORA_RATE if arguments.lora else DPO_RATE
+        values["optimizer"]["learning_rate"] = DPO_LORA_RATE if adapters else DPO_RATE
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     return values
