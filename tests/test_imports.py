@@ -153,7 +153,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_planning_needs_only_numpy_and_yaml() -> None:
     names = [name for name in MODULES if part(name) == "planning"]
     outside = {module.split(".")[0] for name in names for module in imports(name)} - sys.stdlib_module_names
-    assert outside == {"longctx", "numpy", "yaml"}
+    assert {"longctx", "numpy"} <= outside <= {"longctx", "numpy", "yaml"}
 
 
 def test_importing_it_leaves_torch_and_data_sets_out() -> None:
