@@ -154,8 +154,8 @@ def waits_as_predicted(
 def test_predicted_waits_are_about_those_of_the_runtime(
     case: tuple[HardwareProfile, list[int], Assignment, int, Integers],
 ) -> None:
-    """Most exactly; least where two kinds of rings share links that are far too slow."""
-    waits_as_predicted(*case, error=0.2)
+    """Most exactly; least in short rings over nodes, and where two kinds of rings share links that are far too slow."""
+    waits_as_predicted(*case, error=0.25)
 
 
 @given(cases())
