@@ -1,15 +1,14 @@
 """The planning benchmark, on few of its settings: its tables say what its CSV holds."""
 
 import csv
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+import plan as bench
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.mixes import load_mix
@@ -20,25 +19,14 @@ from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.step import Step
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
-SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "plan.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_plan", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # data classes look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_its_tables_are_those_of_its_rows(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan"
     options = ["--only", "(speedups|gaps) wlb_128k (6|8) ranks 4 documents", "--seeds", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    monkeypatch.setattr(sys, "argv", ["plan.py", *options])
     bench.main()
     with out.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -65,7 +53,7 @@ def test_its_tables_are_those_of_its_rows(
     assert rows[0]["command"] in lines[-1] + lines[-2]
 
 
-def test_the_fixed_degree_is_that_of_the_longest_document_of_the_mix(bench: ModuleType) -> None:
+def test_the_fixed_degree_is_that_of_the_longest_document_of_the_mix() -> None:
     """32 ranks and a document each: the documents drawn would fit into a smaller degree; the best single degree is larger."""
     steps = [load_mix("wlb_128k").draw(32, seed) for seed in range(2)]
     assert max(fixed_degree(max(step), 32, bench.TOKENS_PER_RANK) for step in steps) < 8
@@ -81,7 +69,7 @@ def test_the_fixed_degree_is_that_of_the_longest_document_of_the_mix(bench: Modu
     assert result.single.speedup_over_best_single == pytest.approx((gains[0] * gains[1]) ** 0.5)
 
 
-def test_documents_are_stretched_by_one_factor(bench: ModuleType) -> None:
+def test_documents_are_stretched_by_one_factor() -> None:
     assert bench.stretch([100, 3, 1], 1000) == [1000, 30, 10]
     assert bench.stretch([100, 3, 1], 10) == [10, 1, 1]
     assert bench.stretch([100, 3], None) == [100, 3]
@@ -90,7 +78,7 @@ def test_documents_are_stretched_by_one_factor(bench: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("documents", "most"), [(64, 0.03), (256, 0.025)])
-def test_few_long_documents_are_near_the_bound(bench: ModuleType, documents: int, most: float) -> None:
+def test_few_long_documents_are_near_the_bound(documents: int, most: float) -> None:
     """On 64 ranks, mean of five steps. With blocks of one rank alone, plans are slower."""
     steps = [Step(H100, np.array(bench.few_long(documents, seed)), 64, 16384) for seed in range(5)]
     plans = [make_plan(step.lengths.tolist(), ranks=64, tokens_per_rank=16384, profile=H100) for step in steps]
@@ -99,7 +87,7 @@ def test_few_long_documents_are_near_the_bound(bench: ModuleType, documents: int
     assert sum(search(step).makespan_ns for step in steps) < alone
 
 
-def test_the_gain_of_a_window_is_at_most_the_gaps_and_rounding(bench: ModuleType) -> None:
+def test_the_gain_of_a_window_is_at_most_the_gaps_and_rounding() -> None:
     """Steps of the same documents: a window's bound is that of each step, but for micro-batches that are partly empty."""
     same = bench.Setting("windows", "wlb_128k", 8, 2)
     plans = [make_plan(bench.draw(same, s), ranks=8, tokens_per_rank=16384, profile=H100) for s in range(8)]

@@ -120,7 +120,10 @@ def why_not_run(command: list[str]) -> str:
 
 
 def run(command: list[str], folder: Path, steps: int) -> str:
-    """Runs a command in `folder`, with `steps` small steps if it trains, and returns its output."""
+    """Runs a command in `folder`, with `steps` small steps if it trains, and returns its output.
+
+    Processes that it starts are made by the fork server of the tests; tests/test_launch.py starts torchrun.
+    """
     arguments, ranks = longctx_arguments(command), 1
     if command[0] == "torchrun":
         ranks = int(command[command.index("--nproc-per-node") + 1])
@@ -129,6 +132,10 @@ def run(command: list[str], folder: Path, steps: int) -> str:
         process = subprocess.run([sys.executable, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True)
         assert process.returncode == 0, f"{shlex.join(command)}\n{process.stdout}\n{process.stderr}"
         return process.stdout
+    if "--processes" in arguments:
+        at = arguments.index("--processes")
+        ranks = int(arguments[at + 1])
+        arguments = arguments[:at] + arguments[at + 2 :]
     if arguments[0] == "train":
         arguments += [] if "--profile-steps" in arguments else ["--train.steps", str(steps)]
         arguments += [] if "retrieval.yaml" in " ".join(command) else SMALL
