@@ -200,13 +200,13 @@ def test_refusals_of_trainers(tmp_path: Path) -> None:
             return super().compute_loss(*given, **named)
 
     own = trainer(tmp_path, kind=Own)
-    with pytest.raises(TrainerError, match="Own.compute_loss may not be a sum over tokens.*own_loss_is_a_token_sum=True"):
+    with pytest.raises(TrainerError, match=r"Own.compute_loss may not be a sum over tokens.*own_loss_is_a_token_sum=True"):
         dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE)
     dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
     restore(own)
     own.compute_metrics, own.compute_loss_func = (lambda predictions: {}), (lambda *given, **named: 0)
     with pytest.raises(
-        TrainerError, match="compute_loss_func sees only this rank's tokens.*compute_metrics needs the predictions"
+        TrainerError, match=r"compute_loss_func sees only this rank's tokens.*compute_metrics needs the predictions"
     ):
         dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
     with pytest.raises(TrainerError, match="tokens_per_rank is not given and max_length is not set"):
@@ -232,7 +232,7 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
         dynamic_context_parallel(ours, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
     streamed = trainer(tmp_path)
     dynamic_context_parallel(streamed, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
-    with pytest.raises(TrainerError, match="has 90 tokens.*shorten the documents, as SFTConfig's max_length does"):
+    with pytest.raises(TrainerError, match=r"has 90 tokens.*shorten the documents, as SFTConfig's max_length does"):
         streamed.train()
 
 
