@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "profiling": CORE | {"training"},
     "plots": {"errors", "units", "step_log", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
+    "trainers": {"errors", "planning", "attention", "data", "training"},
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
     "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml"},
@@ -192,7 +193,9 @@ def test_the_model_knows_nothing_of_processes() -> None:
 
 
 def test_only_the_mesh_makes_process_groups() -> None:
-    assert users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= {"longctx.parallel.mesh"}
+    """But for the group inside a trainer of transformers, whose processes accelerate has joined."""
+    makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic"}
+    assert users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= makers
 
 
 def test_the_environment_is_read_in_one_place() -> None:
