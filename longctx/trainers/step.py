@@ -33,6 +33,7 @@ class Share:
             which are not trained.
         batches: number of batches that the rank with most batches has.
         plan: the plan; None without documents.
+        documents: the documents of the plan.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -41,10 +42,11 @@ class Share:
     tokens: int = 0
     batches: int = 0
     plan: Plan | None = None
+    documents: Sequence["Known"] = ()
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """What all ranks know of a document: its place and sizes."""
 
     rank: int
@@ -102,9 +104,10 @@ class Sharing:
             tokens=sum(document.length for document in everything),
             batches=len(known),
             plan=plan,
+            documents=trained,
         )
 
-    def _gather(self, batches: Sequence[Sequence[Document]]) -> list[list[_Known]]:
+    def _gather(self, batches: Sequence[Sequence[Document]]) -> list[list[Known]]:
         """Returns the documents of all ranks, by batch, in the order in which one process would draw them."""
         sizes = [[(len(document.tokens), document.targets) for document in batch] for batch in batches]
         gathered = [sizes]
@@ -114,7 +117,7 @@ class Sharing:
         numbers = [itertools.count() for _ in gathered]
         turns = itertools.zip_longest(*gathered, fillvalue=())
         return [
-            [_Known(rank, next(numbers[rank]), *size) for rank, batch in enumerate(turn) for size in batch] for turn in turns
+            [Known(rank, next(numbers[rank]), *size) for rank, batch in enumerate(turn) for size in batch] for turn in turns
         ]
 
     def _plan(self, lengths: list[int]) -> Plan:
@@ -127,7 +130,7 @@ class Sharing:
         return plan
 
     def _exchange(
-        self, plan: Plan, documents: Sequence[_Known], mine: Sequence[Document]
+        self, plan: Plan, documents: Sequence[Known], mine: Sequence[Document]
     ) -> dict[tuple[int, int], TokensAndLabels]:
         """Returns tokens and shifted labels of this rank's spans, by document of the plan and start of the span.
 
@@ -158,7 +161,7 @@ def _spans(plan: Plan, rank: int) -> list[tuple[int, Span]]:
     return [span for layout in layouts for shard in layout.shards for span in of(shard)]
 
 
-def _read(mine: Sequence[Document], documents: Sequence[_Known], spans: Sequence[tuple[int, Span]]) -> torch.Tensor:
+def _read(mine: Sequence[Document], documents: Sequence[Known], spans: Sequence[tuple[int, Span]]) -> torch.Tensor:
     """Returns tokens and shifted labels of spans of this rank's documents, int64 [tokens, 2]."""
     rows = [np.empty((0, 2), np.int64)]
     for number, (start, stop) in spans:
