@@ -17,8 +17,9 @@ SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() fo
 """All settings by dotted name."""
 RENAMED = {"context.head_exchange": "context.ulysses_degree"}
 """Settings of earlier versions → their current names."""
-REMOVED = {
+REMOVED: dict[str, tuple[Any, str]] = {
     "context.recalibrate": (False, "omit it"),
+    "train.fused": (None, "omit it: torch.compile (train.compile) fuses these operations, and torch's own norms are fused"),
     "stages": ([], "write the settings of a later part into a file of its own: longctx train FILE --continue RUN"),
 }
 """Settings of earlier versions that are gone → the value at which run folders may still have them, and the way out."""
