@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from longctx.checksums import Read, damage, inside, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
+from longctx.training.optimizer import undo_first_step
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
@@ -242,9 +243,8 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
     """Returns weights and optimizer state; of a partly frozen model only the trained weights."""
     new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
-    if new:  # torch has made its state by a step with gradients of zero, which counts
-        for values in optimizer.state.values():
-            values["step"].zero_()
+    if new:
+        undo_first_step(optimizer)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) < len(list(model.parameters())):
         weights = {name: weight for name, weight in weights.items() if name in trained}
