@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention, ring_pass
 from longctx.attention.inputs import AttentionInputError
-from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, choose_kernel, contract, cpu
+from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, Options, choose_kernel, contract, cpu
 from longctx.attention.merge import merge_
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
@@ -259,8 +259,8 @@ def test_kernels_do_not_round_what_they_add_up(kernel: str) -> None:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(600, 2, 16).bfloat16() for _ in range(4))
     window = [Segment(0, 600, 0, 600, -400, 0)]
-    out, lse = KERNELS[kernel].forward(q, k, v, window, 0.25)
-    _, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out.bfloat16(), lse, window, 0.25)
+    out, lse = KERNELS[kernel].forward(q, k, v, window, Options(0.25))
+    _, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out.bfloat16(), lse, window, Options(0.25))
     assert not torch.equal(dk, dk.bfloat16()) and not torch.equal(dv, dv.bfloat16())
 
 
@@ -279,13 +279,13 @@ def test_partial_results_are_merged_in_float32() -> None:
     q, k, v = (torch.randn(n, 2, 16, dtype=torch.float64).bfloat16() for n in (64, 64 * 32, 64 * 32))
     kernel = KERNELS["cpu"]
     everything = [Segment(0, 64, 0, 64 * 32)]
-    exact, _ = KERNELS["reference"].forward(q.double(), k.double(), v.double(), everything, 0.25)
-    out, lse = kernel.forward(q, k[:64], v[:64], [Segment(0, 64, 0, 64)], 0.25)
+    exact, _ = KERNELS["reference"].forward(q.double(), k.double(), v.double(), everything, Options(0.25))
+    out, lse = kernel.forward(q, k[:64], v[:64], [Segment(0, 64, 0, 64)], Options(0.25))
     out = out.to(lse.dtype)
     for part in range(1, 32):
         rows = slice(64 * part, 64 * part + 64)
-        merge_(out, lse, *kernel.forward(q, k[rows], v[rows], [Segment(0, 64, 0, 64)], 0.25), [Segment(0, 64, 0, 64)])
-    single, _ = kernel.forward(q, k, v, everything, 0.25)
+        merge_(out, lse, *kernel.forward(q, k[rows], v[rows], [Segment(0, 64, 0, 64)], Options(0.25)), [Segment(0, 64, 0, 64)])
+    single, _ = kernel.forward(q, k, v, everything, Options(0.25))
     ring_error, single_error = relative_errors([out.bfloat16(), single], [exact, exact])
     assert ring_error <= 2 * single_error
 

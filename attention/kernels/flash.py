@@ -20,11 +20,12 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import DEFAULT, MOST_ELEMENTS, KernelRequest, Mode, request_of
+from longctx.attention.kernels.contract import MOST_ELEMENTS, Gradients, KernelRequest, Options, request_of
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Scores, Sequences
+from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Sequences
 from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
@@ -53,21 +54,12 @@ class Flash:
             raise UserError(f"kernel flash {found}; use kernel=auto")
         return found
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float = 0.0,
-        mode: Mode = DEFAULT,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
         """Implements `contract`."""
-        library = self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
+        library = self._library_for(q, k, v, segments, options)
         out = lse = None
         for plan in _plans_for(q, k, segments):
-            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, Scores(scale, softcap), mode)
+            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, options)
             part_lse = heads_lse.transpose(0, 1).contiguous()
             _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
             # Calls cover disjoint queries and leave 0 and -inf elsewhere, so these operations are exact.
@@ -78,26 +70,14 @@ class Flash:
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float = 0.0,
-        mode: Mode = DEFAULT,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+    ) -> Gradients:
         """Implements `contract`."""
-        library = self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
+        library = self._library_for(q, k, v, segments, options)
         heads_lse = lse.transpose(0, 1).contiguous()
-        total: tuple[torch.Tensor, ...] = ()
+        total: tuple[Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
-            dq, dk, dv = library.backward(
-                dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, Scores(scale, softcap), mode
-            )
+            dq, dk, dv = library.backward(dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, options)
             _fill(plan.q_gaps, (dq, 0.0))
             _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
             part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
@@ -105,6 +85,10 @@ class Flash:
             total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
         dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
         return dq, dk, dv
+
+    def _library_for(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> Library:
+        softcap, deterministic = bool(options.softcap), options.deterministic
+        return self.chosen(request_of(q, k, v, segments, softcap=softcap, deterministic=deterministic))
 
     def _choose(self, request: KernelRequest) -> Library | str:
         if request.device != "cuda":
@@ -155,24 +139,24 @@ class _LibraryCall:
     """
 
     sequences: Sequences
-    q_gaps: torch.Tensor | None
-    k_gaps: torch.Tensor | None
-    k_rows: torch.Tensor | None
+    q_gaps: Tensor | None
+    k_gaps: Tensor | None
+    k_rows: Tensor | None
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return x if self.k_rows is None else x.index_select(0, self.k_rows)
 
-    def scatter(self, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def scatter(self, gradient: Tensor, like: Tensor) -> Tensor:
         return gradient if self.k_rows is None else torch.zeros_like(like).index_copy_(0, self.k_rows, gradient)
 
 
-def _fill(rows: torch.Tensor | None, *tensors: tuple[torch.Tensor, float]) -> None:
+def _fill(rows: Tensor | None, *tensors: tuple[Tensor, float]) -> None:
     if rows is not None:
         for tensor, value in tensors:
             tensor.index_fill_(0, rows, value)
 
 
-def _plans_for(q: torch.Tensor, k: torch.Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
+def _plans_for(q: Tensor, k: Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
     return _plans(tuple(segments), len(q), len(k), q.device, stream)
 
@@ -253,5 +237,5 @@ def _longest(edges: Sequence[int]) -> int:
     return max(after - before for before, after in pairwise(edges))
 
 
-def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor | None:
+def _rows(ranges: Sequence[range], device: torch.device) -> Tensor | None:
     return row_index(ranges, device) if ranges else None

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.config.settings import OptimizerSection
 
+
 def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
     """Makes AdamW over all trained parameters, without weight decay for norms (one-dimensional). Fused on CUDA."""
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}  # fused operations need parameters on the same mesh
