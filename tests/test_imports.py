@@ -35,11 +35,12 @@ MAY_IMPORT = {
     "memory": CORE | {"training"},
     "evaluation": CORE | {"training"},
     "profiling": CORE | {"training"},
-    "plots": {"errors", "units", "step_log", "planning"},
+    "plots": {"errors", "units", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
-    "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml"},
+    "commands": CORE
+    | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml", "step_log"},
     "cli": {"errors", "commands", "parallel"},
     "__main__": {"cli"},
 }
