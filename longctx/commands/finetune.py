@@ -190,9 +190,8 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
     per_rank = max(2048, math.ceil(longest / domain))
     while longest_document(domain, per_rank) < longest:
         per_rank += 1
-    fields = given.batch.model_fields_set
-    batch = given.batch if "tokens_per_rank" in fields else given.batch.model_copy(update={"tokens_per_rank": per_rank})
-    capacity = given.model_copy(update={"batch": batch}).capacity(ranks) or longest
+    changes = {} if "tokens_per_rank" in given.batch.model_fields_set else {"batch.tokens_per_rank": per_rank}
+    capacity = given.changed(changes).capacity(ranks) or longest
     steps = given.train.steps
     if "steps" not in given.train.model_fields_set:
         steps = _steps(arguments.epochs, given, store, step, min(longest, capacity))
@@ -227,19 +226,11 @@ def _steps(epochs: float, given: Config, store: "Store", global_tokens: int, lon
 
     A step has more than its tokens: it takes whole documents. Documents above `longest` tokens are split or dropped.
     """
-    from longctx.data.mixture import make_steps
     from longctx.data.sampler import Sampler
+    from longctx.training.data import steps_of_run
 
-    data = given.data
-    steps = make_steps(
-        store,
-        global_tokens=global_tokens,
-        seed=given.train.seed,
-        max_length=data.max_length or longest,
-        long_documents=data.long_documents,
-        held_out_share=data.held_out,
-        masked=given.masked.share is not None,
-    )
+    changes = {"batch.global_tokens": global_tokens, "data.max_length": given.data.max_length or longest}
+    steps = steps_of_run(given.changed(changes), store, ranks=1)  # their number does not matter where a length is set
     assert isinstance(steps, Sampler), "there is one store"
     wanted = math.ceil(epochs * steps.pieces)
     count, cursor = 0, steps.start

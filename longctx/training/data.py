@@ -90,8 +90,7 @@ def _budget_for(config: Config, length: int, world_size: int) -> int | None:
     """Returns the least batch.tokens_per_rank at which a document of `length` tokens fits; None if it never does."""
 
     def holds(tokens: int) -> bool:
-        batch = config.batch.model_copy(update={"tokens_per_rank": tokens})
-        return config.model_copy(update={"batch": batch}).capacity(world_size) >= length
+        return config.changed({"batch.tokens_per_rank": tokens}).capacity(world_size) >= length
 
     step = padding(config)
     budgets = range(0, length + step, step)
