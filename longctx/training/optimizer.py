@@ -32,12 +32,6 @@ def state_bytes(settings: OptimizerSection) -> int:
     return 2 * torch.float32.itemsize
 
 
-def undo_first_step(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state new again that torch has made by a step with gradients of zero, which counts."""
-    for values in optimizer.state.values():
-        values["step"].zero_()
-
-
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
     """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then cosine decay.
 
