@@ -81,8 +81,8 @@ class RingPass:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
         """Returns out and lse of a kernel call. Raises KernelError if no kernel supports it."""
-        given = q, *self.keys(k, v, received, part), part.segments
-        return self._kernel(*given).forward(*given, self.options)
+        inputs = q, *self.keys(k, v, received, part), part.segments
+        return self._kernel(*inputs).forward(*inputs, self.options)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, received: Tensor | None, part: Call

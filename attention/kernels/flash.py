@@ -44,15 +44,15 @@ class Flash:
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Implements `contract`."""
-        found = self.library(replace(request, bands=False))  # all libraries support them
-        return found if isinstance(found, str) else None
+        library = self.library(replace(request, bands=False))  # all libraries support them
+        return library if isinstance(library, str) else None
 
     def chosen(self, request: KernelRequest) -> Library:
         """Returns the library that runs a request. Raises UserError if none supports it."""
-        found = self.library(replace(request, bands=False))
-        if isinstance(found, str):
-            raise UserError(f"kernel flash {found}; use kernel=auto")
-        return found
+        library = self.library(replace(request, bands=False))
+        if isinstance(library, str):
+            raise UserError(f"kernel flash {library}; use kernel=auto")
+        return library
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
         """Implements `contract`."""
@@ -180,20 +180,20 @@ def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
     cut = [s.cut((s.q_start, s.q_stop), (s.k_start, s.k_stop)) for s in segments]
     for segment in sorted((s for s in cut if not s.empty), key=lambda s: (s.lo is None) + (s.hi is None)):
         queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
-        wanted = (
+        needed = (
             None if segment.lo is None else keys - queries - segment.lo,
             None if segment.hi is None else segment.hi - (keys - queries),
         )
         enough = keys - 1, queries - 1
         for window, group in groups:
             if all(
-                given == want or (want is None and given is not None and given >= least)
-                for given, want, least in zip(window, wanted, enough, strict=True)
+                limit == want or (want is None and limit is not None and limit >= least)
+                for limit, want, least in zip(window, needed, enough, strict=True)
             ):
                 group.append(segment)
                 break
         else:
-            groups.append((wanted, [segment]))
+            groups.append((needed, [segment]))
     return groups
 
 

@@ -54,11 +54,11 @@ def missing() -> str | None:
     Flash-attn 2.8.3 installs an older copy of the same modules, without what is needed here.
     """
     try:
-        found = version("flash-attn-4")
+        installed = version("flash-attn-4")
     except PackageNotFoundError:
         return f"not installed: {INSTALL}"
-    if found != TESTED:
-        return f"{found} is installed, but only {TESTED} is known to work, as its functions are private: {INSTALL}"
+    if installed != TESTED:
+        return f"{installed} is installed, but only {TESTED} is known to work, as its functions are private: {INSTALL}"
     _keep_compiled()
     if why := import_error("flash_attn.cute.interface"):
         return f"{why}: {INSTALL}"

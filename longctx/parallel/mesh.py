@@ -260,9 +260,9 @@ def _my_group(rows: torch.Tensor, timeout: timedelta, options: Any = None) -> di
 
     All ranks must call it with the same rows: every rank makes every group, in the same order.
     """
-    own = None
+    mine = None
     for members in rows.tolist():
         group = dist.new_group(members, timeout=timeout, pg_options=options)
         if dist.get_rank() in members:
-            own = group
-    return own
+            mine = group
+    return mine

@@ -169,8 +169,8 @@ def make_attention(
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
     """Returns the Ulysses degree of a micro-batch, from the settings or by the cost model."""
-    wanted, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
-    if wanted != "auto":
-        return wanted
+    degree, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
+    if degree != "auto":
+        return degree
     layer = spec.largest_layer
     return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)

@@ -69,14 +69,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _run(function: Callable[..., Any], compiled: bool, *given: Any) -> Any:
+def _run(function: Callable[..., Any], compiled: bool, *arguments: Any) -> Any:
     """Calls a function of one chunk, compiled for any number of rows if that is wanted; torch treats 0 and 1 as constants."""
-    if not compiled or len(given[0]) < 2:
-        return function(*given)
-    for each in given:
+    if not compiled or len(arguments[0]) < 2:
+        return function(*arguments)
+    for each in arguments:
         if isinstance(each, torch.Tensor) and each.dim():
             torch._dynamo.maybe_mark_dynamic(each, 0)
-    return _compiled(function)(*given)
+    return _compiled(function)(*arguments)
 
 
 @dataclass
@@ -117,9 +117,9 @@ class _Chunk:
 
     def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, softcap: float, compiled: bool) -> torch.Tensor:
         """Returns the gradient of Σ counts · -log p / divisor with respect to the logits."""
-        given = self.logits, self.log_total, self.targets, self.here, counts, divisor, softcap
-        found: torch.Tensor = _run(_gradient, compiled, *given)
-        return found
+        arguments = self.logits, self.log_total, self.targets, self.here, counts, divisor, softcap
+        result: torch.Tensor = _run(_gradient, compiled, *arguments)
+        return result
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -201,8 +201,8 @@ def cross_entropy_sum(
     if weights is not None:
         counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
     chunks = _chunks(len(labels), rows, chunk_tokens or tokens_at_once(compiled))
-    given = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]  # torch's own
+    arguments = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
 
@@ -267,15 +267,15 @@ def log_probabilities(
     part = None
     if isinstance(weight, torch.Tensor):
         hidden, weight, part = vocabulary_part(hidden, weight)
-    found = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
+    values = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
     for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
-            found[some] = chunk.target_logits - chunk.log_total
+            values[some] = chunk.target_logits - chunk.log_total
         else:
-            logits = weight(hidden[some]).to(found.dtype).log_softmax(-1)
-            found[some] = logits.gather(1, labels[some].unsqueeze(-1))[:, 0]
-    return found
+            logits = weight(hidden[some]).to(values.dtype).log_softmax(-1)
+            values[some] = logits.gather(1, labels[some].unsqueeze(-1))[:, 0]
+    return values
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ def greedy_choices(
     if isinstance(weight, torch.Tensor):
         hidden, weight, part = vocabulary_part(hidden, weight)
     first = 0 if part is None else part.first
-    found = torch.zeros(len(labels), device=labels.device)
+    choices = torch.zeros(len(labels), device=labels.device)
     for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
@@ -306,5 +306,5 @@ def greedy_choices(
         entries = torch.arange(first, first + logits.shape[1], device=logits.device)
         ahead = (logits > target) | ((logits == target) & (entries < labels[some].unsqueeze(-1)))
         count = ahead.sum(-1)
-        found[some] = ((count if part is None else part.gather(count).sum(0)) == 0).float()
-    return found
+        choices[some] = ((count if part is None else part.gather(count).sum(0)) == 0).float()
+    return choices
