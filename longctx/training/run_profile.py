@@ -63,13 +63,15 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
     path, values = read_profile(name_or_path)
     profile = HardwareProfile.from_dict(values, source=str(path))
     section = "describes" if "describes" in values else "measured"
-    said = values.get(section)
+    content = values.get(section)
     if section == "measured":
-        said = {name: said[name] for name in Described.model_fields if name in said} if isinstance(said, dict) else {}
-        if "model" not in said:
+        content = (
+            {name: content[name] for name in Described.model_fields if name in content} if isinstance(content, dict) else {}
+        )
+        if "model" not in content:
             return profile, None
     try:
-        described = Described.model_validate(said)
+        described = Described.model_validate(content)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ProfileError(f"{path}: section `{section}` is invalid: {wrong}") from error

@@ -45,7 +45,7 @@ def _gradient(
     logits: torch.Tensor,
     log_total: torch.Tensor,
     targets: torch.Tensor,
-    here: torch.Tensor,
+    is_own: torch.Tensor,
     counts: torch.Tensor,
     divisor: torch.Tensor,
     softcap: float,
@@ -55,9 +55,9 @@ def _gradient(
     gradient = (scores - log_total.unsqueeze(-1)).exp_()
     if torch.compiler.is_compiling():  # can be fused with the other operations, unlike a scatter
         entries = torch.arange(logits.shape[1], device=logits.device)
-        gradient = torch.where(here & (entries == targets), gradient - 1, gradient)
+        gradient = torch.where(is_own & (entries == targets), gradient - 1, gradient)
     else:
-        gradient.scatter_add_(1, targets, -here.to(gradient.dtype))
+        gradient.scatter_add_(1, targets, -is_own.to(gradient.dtype))
     gradient = gradient.where(counts.unsqueeze(-1) != 0, 0).mul_(counts.unsqueeze(-1))
     if softcap:
         gradient.mul_(1 - (scores / softcap).square())
@@ -88,7 +88,7 @@ class _Chunk:
     log_total: torch.Tensor
     target_logits: torch.Tensor
     targets: torch.Tensor
-    here: torch.Tensor
+    is_own: torch.Tensor
     """bool [rows, 1]: True where the target is one of this rank's entries."""
 
     @classmethod
@@ -105,19 +105,19 @@ class _Chunk:
         valid = labels != IGNORED_LABEL
         targets = (labels - first).where(valid, 0).unsqueeze(-1)
         # The target is an entry of exactly one rank; other ranks read entry 0 and discard it.
-        here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
-        targets = targets.where(here, 0)
+        is_own = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
+        targets = targets.where(is_own, 0)
         logits = F.linear(hidden, weight)
         log_total, target_logits = _run(_log_total, compiled, logits, targets, softcap)
-        target_logits = target_logits.where(here.squeeze(1), 0)
+        target_logits = target_logits.where(is_own.squeeze(1), 0)
         if part is not None:
             gathered = part.gather(torch.stack([log_total, target_logits]))
             log_total, target_logits = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
-        return cls(logits, log_total, target_logits, targets, here)
+        return cls(logits, log_total, target_logits, targets, is_own)
 
     def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, softcap: float, compiled: bool) -> torch.Tensor:
         """Returns the gradient of Σ counts · -log p / divisor with respect to the logits."""
-        arguments = self.logits, self.log_total, self.targets, self.here, counts, divisor, softcap
+        arguments = self.logits, self.log_total, self.targets, self.is_own, counts, divisor, softcap
         result: torch.Tensor = _run(_gradient, compiled, *arguments)
         return result
 
