@@ -1,5 +1,7 @@
 """Compares the reference kernel with autograd, and the CPU kernel with the reference kernel, for any band."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from longctx.attention.kernels import KERNELS, Options, cpu
 from longctx.attention.segments import Segment, visible
+from longctx.config.settings import ContextSection
 
 
 def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
@@ -112,3 +115,7 @@ def test_cutting_a_segment_keeps_what_is_seen_and_no_more(
     assert torch.equal(seen, wanted)
     assert inside.any(0).all() and inside.any(1).all()
     assert inside.all() == part.dense
+
+
+def test_the_setting_offers_every_kernel() -> None:
+    assert get_args(ContextSection.model_fields["kernel"].annotation) == ("auto", *KERNELS)
