@@ -71,7 +71,7 @@ def print_end(config: Config, step: int, *, trained: bool) -> None:
     print(f"  metrics      {run_dir / 'metrics.jsonl'}")
     if config.log.tensorboard:
         print(f"  TensorBoard  tensorboard --logdir {shell(run_dir / 'tensorboard')}")
-    print(f"  summary      longctx runs {shell(run_dir)}", flush=True)
+    print(f"  pictures     longctx runs {shell(run_dir)}", flush=True)
     if saves and out is None:
         print(f"  export       {how_to_export(config)}")
     elif saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir)):

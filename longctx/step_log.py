@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, the log of a run's steps, for training, which writes it, and for `longctx runs`. Without torch."""
+"""Reads metrics.jsonl, the log of a run's steps, for training, which writes it, and for pictures of runs. Without torch."""
 
 import json
 from collections.abc import Iterator

@@ -35,12 +35,11 @@ MAY_IMPORT = {
     "memory": CORE | {"training"},
     "evaluation": CORE | {"training"},
     "profiling": CORE | {"training"},
-    "plots": {"errors", "units", "planning"},
+    "plots": {"errors", "units", "step_log", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
-    "commands": CORE
-    | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml", "step_log"},
+    "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml"},
     "cli": {"errors", "commands", "parallel"},
     "__main__": {"cli"},
 }

@@ -1,7 +1,8 @@
-"""The HTML page of `compare`: it loads nothing, shows names as text, and is legible."""
+"""The HTML pages of `compare` and `runs`: they load nothing, show names as text, and are legible."""
 
 import base64
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +13,8 @@ from longctx.cli import main
 from longctx.comparison.mixes import load_mix
 from longctx.plots.charts import INK, PAPER, QUIET
 
-CSS = Path(__file__).parents[1] / "longctx" / "comparison" / "page" / "page.css"
+RECORD = Path(__file__).parent / "recorded_metrics.jsonl"
+CSS = Path(__file__).parents[1] / "longctx" / "plots" / "page.css"
 EVIL = "<img src=x onerror=console.error(1)> & $x_1$"
 """A name that would load a picture and write to the console if it were not escaped."""
 
@@ -41,17 +43,25 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
+    """Page of a comparison and page of two runs."""
     folder = tmp_path_factory.mktemp("pages")
     lengths = folder / f"{EVIL}.txt"
     lengths.write_text("\n".join(map(str, load_mix("wlb_128k").draw(32, seed=0))))
-    made = folder / "compare.html"
-    assert main(["compare", "--lengths", str(lengths), "--ranks", "8,16", "--html", str(made)]) == 0
-    return Page(made)
+    runs = [folder / EVIL, folder / "other"]
+    for run in runs:
+        run.mkdir()
+        shutil.copy(RECORD, run / "metrics.jsonl")
+    made = {name: folder / f"{name}.html" for name in ("compare", "runs")}
+    assert main(["compare", "--lengths", str(lengths), "--ranks", "8,16", "--html", str(made["compare"])]) == 0
+    assert main(["runs", *map(str, runs), "--html", str(made["runs"]), "--png", str(folder / "runs.png")]) == 0
+    return {name: Page(path) for name, path in made.items()}
 
 
-def test_the_page_is_whole_and_asks_nobody(page: Page) -> None:
-    assert len(page.content) < 2_000_000 and len(page.fetched) == page.tags.count("img") >= 5
+@pytest.mark.parametrize(("name", "pictures"), [("compare", 5), ("runs", 1)])
+def test_a_page_is_whole_and_asks_nobody(name: str, pictures: int, pages: dict[str, Page]) -> None:
+    page = pages[name]
+    assert len(page.content) < 2_000_000 and len(page.fetched) == page.tags.count("img") >= pictures
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert "@import" not in page.content and "url(" not in page.content
     assert EVIL in page.text, "names are escaped"

@@ -1,4 +1,4 @@
-"""`longctx runs`: numbers of a recorded run, and errors about folders that hold no run."""
+"""`longctx runs`: numbers of a recorded run, its pictures and page, and errors about folders that hold no run."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longctx.cli import main
-from longctx.commands.runs import PARTS, RunLog, read_run, read_runs, summary
+from longctx.plots.run_log import PARTS, RunLog, read_run, read_runs, summary
 from longctx.training.metrics import StepMetrics
 
 RECORD = Path(__file__).parent / "recorded_metrics.jsonl"
@@ -69,11 +69,21 @@ def test_the_parts_are_the_whole_step(run: Path) -> None:
     assert all(seconds >= 0 for seconds in parts.values())
 
 
-def test_several_runs_stand_side_by_side(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_degrees_count_every_document(run: Path) -> None:
+    counts = read_run(run, "quick").degrees()
+    assert [sum(column) for column in zip(*counts.values(), strict=True)] == [step["documents"] for step in STEPS]
+
+
+def test_runs_are_drawn_and_written_beside_the_first(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_run(tmp_path / "runs [b]" / "<other> $x_1$ _")
     assert main(["runs", str(run), str(other)]) == 0
     out = capsys.readouterr().out
+    assert f"written to {run / 'runs.png'} and {run / 'runs.html'}" in " ".join(out.split())
     assert "tokens/s, all ranks" in out and "quick" in out and "<other>" in out
+    assert (run / "runs.png").read_bytes().startswith(b"\x89PNG")
+    page = (run / "runs.html").read_text("utf-8")
+    assert "&lt;other&gt; $x_1$ _" in page and "<other>" not in page
+    assert page.count("<img") == 1 and "<script" not in page and "url(" not in page
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.0, ""), (1.6, "1.60 times"), (0.5, "0.50 times")])
@@ -85,6 +95,12 @@ def test_a_profile_that_is_far_off_is_doubted(run: Path, factor: float, said: st
     out = " ".join(capsys.readouterr().out.split())
     assert (f"steps take {said} the predicted time" in out) == bool(said)
     assert ("longctx profile CONFIG --out FILE" in out) == bool(said)
+
+
+def test_names_of_places_are_taken(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(run), "--png", str(tmp_path / "a.svg"), "--html", str(tmp_path / "a.html")]) == 0
+    assert b"<svg" in (tmp_path / "a.svg").read_bytes() and (tmp_path / "a.html").exists()
+    assert not (run / "runs.png").exists()
 
 
 def test_a_last_line_that_is_being_written_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +129,7 @@ def test_a_run_of_few_steps(steps: int, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_long_run_a_loss_that_is_not_finite_and_old_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """NaN as json writes it; a log from before some metrics were written."""
+    """1,000 steps in few bins; NaN as json writes it; a log from before some metrics were written."""
     steps = [{**STEPS[i % len(STEPS)], "step": i + 1} for i in range(1000)]
     steps[500]["loss"] = float("nan")
     for step in steps:
@@ -158,9 +174,13 @@ def test_folders_without_a_run_are_named(name: str, message: str, tmp_path: Path
     assert message.format(tmp_path) in captured.err and captured.out == ""
 
 
-def test_a_run_that_is_given_twice_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictions_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(run), f"{run}/"]) == 2
     assert "is given twice" in capsys.readouterr().err
+    assert main(["runs", str(run), "--png", "runs.doc"]) == 2
+    assert "runs.doc: the file name must end in one of .png" in capsys.readouterr().err
+    assert main(["runs", str(run), "--html", str(tmp_path / "missing" / "a.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_runs_of_the_same_name_are_told_by_their_paths(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from html import escape
 from longctx.comparison.baselines import BASELINES
 from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow, degree_of
 from longctx.comparison.page import figures
-from longctx.comparison.page.parts import cards, facts, figure, numbers, page
 from longctx.comparison.table import LIMIT, captions, memory_table, missing, plans_table, times
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
+from longctx.plots.page import cards, facts, figure, numbers, page
 from longctx.plots.picture import Panel
 
 LOOKS = {TITLES["auto"]: "ours", LIMIT: "bound"}

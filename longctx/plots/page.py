@@ -1,4 +1,4 @@
-"""Parts of the HTML page in one file that needs nothing else: no network, no script; pictures and numbers are inside."""
+"""Parts of an HTML page in one file that needs nothing else: no network, no script; pictures and numbers are inside."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -7,7 +7,7 @@ from importlib.resources import files
 
 def page(title: str, sections: Sequence[str]) -> str:
     """Returns the whole page as HTML text. `title` is plain text, `sections` are HTML."""
-    style = files("longctx.comparison.page").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("longctx.plots").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
