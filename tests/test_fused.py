@@ -91,7 +91,7 @@ def run(fused: bool, options: dict[str, object], tokens: int, mode: str = "none"
 
 @needs_liger
 @pytest.mark.parametrize("options", [{}, GEMMA], ids=["llama", "gemma"])
-@pytest.mark.parametrize("tokens", [37, 1, 0])
+@pytest.mark.parametrize("tokens", [19, 1, 0])
 def test_fused_operations_are_the_same(options: dict[str, object], tokens: int) -> None:
     fused, plain = run(True, options, tokens), run(False, options, tokens)
     rounding = 1e-6 * max(tensor.norm() for tensor in plain)  # with one token, queries and keys have no gradient but this
@@ -100,17 +100,18 @@ def test_fused_operations_are_the_same(options: dict[str, object], tokens: int) 
 
 
 @needs_liger
-@pytest.mark.parametrize("mode", RECOMPUTE_MODES[1:])
-def test_recomputed_blocks_have_the_same_gradients(mode: str) -> None:
+def test_recomputed_blocks_have_the_same_gradients() -> None:
     """Although the backward of the gated product overwrites its inputs, which recomputation may have kept."""
-    for a, b in zip(run(True, GEMMA, 21, mode), run(True, GEMMA, 21), strict=True):
-        assert torch.equal(a, b)
+    kept = run(True, GEMMA, 7)
+    for mode in RECOMPUTE_MODES[1:]:
+        for a, b in zip(run(True, GEMMA, 7, mode), kept, strict=True):
+            assert torch.equal(a, b), mode
 
 
 @needs_liger
 def test_a_run_with_fused_operations(workers: Workers, tmp_path: Path) -> None:
-    store = make_store(tmp_path, (60, 110))
-    settings = ["data.max_length=120", "batch.global_tokens=300", "batch.tokens_per_rank=64"]
+    store = make_store(tmp_path, (20, 40))
+    settings = ["data.max_length=45", "batch.global_tokens=80", "batch.tokens_per_rank=24"]
     plain, fused = (
         workers.run(train_fused, 2, store, tmp_path / each, [*settings, f"train.fused={each}"])[0] for each in ("false", "true")
     )
