@@ -3,13 +3,14 @@
     python bench/plan.py      # all tables: some minutes
     python bench/plan.py --only "speedups wlb_128k 64 ranks" --seeds 2 --out /tmp/plan
 
-Three tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, for
-their longest document), and auto also over the best static degree of every step; `gaps` has auto's gap to the lower bound,
+Three tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the whole run, the smallest
+that holds the longest document of the mix), and auto also over the best single degree for the run and over the best static
+degree of every step; `gaps` has auto's gap to the lower bound,
 and the part that no plan of ours can avoid, also for numbers of ranks other than powers of two, and with documents stretched
 until the longest of a step has 2M tokens, and for the synthetic mix `few_long`; `windows` has the most that moving documents
 between steps could gain, over windows of 2, 4 and 8 steps. Writes OUT.csv (one line per planner and setting, means over
-seeds) and OUT.md. Documents that do not fit (on few ranks) are split as in training. Planning times are wall clock in one
-process: compare them within one run, on an idle machine (its load before the run is recorded).
+seeds) and OUT.md. Documents that do not fit (on few ranks) are split as in training. Planning times are
+processor time of one thread for auto, and wall clock for the others.
 """
 
 import os
@@ -17,15 +18,16 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import numpy as np
 
 from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
-from longctx.comparison.baselines import BASELINES
+from longctx.comparison.baselines import BASELINES, plan_fixed_static
+from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.modelled import COLUMNS, Case, PlannerRow
 from longctx.comparison.steps import fit
@@ -64,7 +66,24 @@ class Setting:
         return f"{self.table} {self.mix} {self.ranks} ranks {self.documents_a_rank} documents a rank{stretched}"
 
 
-Result = tuple[Setting, list[PlannerRow]]
+@dataclass(frozen=True)
+class SingleDegree:
+    """The best single degree for all steps of a setting, with documents packed as fixed static packs them."""
+
+    best_single_degree: int
+    speedup_over_best_single: float  # of auto, geometric mean over steps
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is measured for a setting: the mean rows of all planners, and of `speedups` the best single degree."""
+
+    setting: Setting
+    rows: list[PlannerRow]
+    single: SingleDegree | None = field(default=None)
+
+    def __getitem__(self, planner: str) -> PlannerRow:
+        return next(row for row in self.rows if row.planner == planner)
 
 
 def settings(mixes: Sequence[str]) -> list[Setting]:
@@ -91,6 +110,12 @@ def draw(setting: Setting, seed: int) -> list[int]:
     return few_long(documents, seed) if setting.mix == FEW_LONG else list(load_mix(setting.mix).draw(documents, seed))
 
 
+def draw_steps(setting: Setting, seeds: int) -> list[tuple[int, ...]]:
+    """Draws a step for every seed; documents longer than all ranks hold are split, as training splits them."""
+    fits = longest_document(setting.ranks, TOKENS_PER_RANK)
+    return [fit(stretch(draw(setting, seed), setting.stretched_to), fits) for seed in range(seeds)]
+
+
 def main() -> None:
     parser = options(__doc__, "plan")
     parser.add_argument("--only", default="", metavar="REGEX", help="only settings whose label matches")
@@ -103,16 +128,17 @@ def main() -> None:
     wanted = [setting for setting in wanted if setting.table != "windows"]
     about = facts("longctx", "numpy", "megatron-core") | {"profile": PROFILE, "seeds": str(given.seeds)}
     about |= {"load before": f"{os.getloadavg()[0]:.1f}", "command": command()}
-    columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES]
+    columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES, *SingleDegree.__annotations__]
     table = Table(given.out.with_suffix(".csv"), columns, about, overwrite=True)
     # A small step first, so that imports and first calls do not count as planning time.
     modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile, PLANNERS, baselines=SYSTEMS)
     results: list[Result] = []
     for number, setting in enumerate(wanted, 1):
         print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
-        results.append((setting, measure(setting, given.seeds, profile)))
-        for row in results[-1][1]:
-            table.append(asdict(row) | asdict(setting))
+        results.append(result := measure(setting, given.seeds, profile))
+        for row in result.rows:
+            single = asdict(result.single) if result.single and row.planner == "auto" else {}
+            table.append(asdict(row) | asdict(setting) | single)
     gains = {setting: window_gains(setting, profile) for setting in windows}
     if not results and not gains:
         sys.exit(f"--only {given.only!r} matches no label; labels look like {settings(mix_names())[0].label!r}")
@@ -121,17 +147,36 @@ def main() -> None:
     print(text)
 
 
-def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[PlannerRow]:
-    """Returns the mean rows of all planners for a setting."""
+def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> Result:
+    """Plans the steps of a setting with all planners; of tables without speedups only with auto and the static degrees."""
     rows: list[PlannerRow] = []
-    planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
-    fits = longest_document(setting.ranks, TOKENS_PER_RANK)
-    drawn = [draw(setting, seed) for seed in range(seeds)]
-    steps = [fit(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
+    speedups = setting.table == "speedups"
+    longest = min(load_mix(setting.mix).longest, longest_document(setting.ranks, TOKENS_PER_RANK)) if speedups else None
+    steps = draw_steps(setting, seeds)
     for seed, lengths in enumerate(steps):
-        case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
-        rows += modelled.compare_case(case, profile, planners, baselines=SYSTEMS)[0]
-    return modelled.mean_rows(rows)
+        case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=longest)
+        planned = modelled.compare_case(case, profile, PLANNERS if speedups else ("auto", "static"), baselines=SYSTEMS)[0]
+        began_s = time.process_time()
+        make_plan(lengths, ranks=setting.ranks, tokens_per_rank=TOKENS_PER_RANK, profile=profile)
+        auto_ms = 1e3 * (time.process_time() - began_s)
+        rows += [replace(row, planning_ms=auto_ms) if row.planner == "auto" else row for row in planned]
+    auto_s = [row.makespan_s for row in rows if row.planner == "auto" and row.makespan_s]
+    single = best_single_degree(steps, longest, setting.ranks, profile, auto_s) if longest else None
+    return Result(setting, modelled.mean_rows(rows), single)
+
+
+def best_single_degree(
+    steps: Sequence[Sequence[int]], longest: int, ranks: int, profile: HardwareProfile, auto_s: Sequence[float]
+) -> SingleDegree:
+    """Returns the power of two with which fixed static takes least time for all steps. `auto_s`: auto's time of each step."""
+    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
+    degrees, degree = [], fixed_degree(longest, ranks, TOKENS_PER_RANK)
+    while degree <= ranks and ranks % degree == 0:
+        degrees.append(degree)
+        degree *= 2
+    times = {d: [plan_fixed_static(lengths, **request, degree=d).makespan_s for lengths in steps] for d in degrees}
+    best = min(degrees, key=lambda d: sum(times[d]))
+    return SingleDegree(best, geometric_mean([a / b for a, b in zip(times[best], auto_s, strict=True)]))
 
 
 def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
@@ -144,8 +189,7 @@ def window_gains(setting: Setting, profile: HardwareProfile) -> list[float]:
 
     That is the time of auto's plans over a lower bound for all documents of a window, for windows of each size.
     """
-    fits = longest_document(setting.ranks, TOKENS_PER_RANK)
-    steps = [fit(draw(setting, seed), fits) for seed in range(max(WINDOWS))]
+    steps = draw_steps(setting, max(WINDOWS))
     request: dict[str, Any] = {"ranks": setting.ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
     times = [make_plan(lengths, **request).makespan_s for lengths in steps]
 
@@ -162,8 +206,8 @@ def window_gains(setting: Setting, profile: HardwareProfile) -> list[float]:
 
 def page(results: Sequence[Result], gains: Mapping[Setting, Sequence[float]], about: dict[str, str]) -> str:
     """Returns all tables in Markdown, and the facts of the run."""
-    speedups = [(setting, rows) for setting, rows in results if setting.table == "speedups"]
-    gaps = [(setting, rows) for setting, rows in results if setting.table == "gaps"]
+    speedups = [result for result in results if result.setting.table == "speedups"]
+    gaps = [result for result in results if result.setting.table == "gaps"]
     lines = [*(speedup_table(speedups) if speedups else []), *(gap_table(gaps) if gaps else [])]
     lines += window_table(gains) if gains else []
     told = ", ".join(f"{name} {value}" for name, value in about.items())
@@ -176,30 +220,34 @@ def page(results: Sequence[Result], gains: Mapping[Setting, Sequence[float]], ab
 
 
 def speedup_table(results: Sequence[Result]) -> list[str]:
-    """Returns the table of speedups: all planners over fixed static, and auto over the best static degree of every step."""
+    """Returns the table of speedups: all planners over fixed static, and auto over better static degrees."""
     others = [planner for planner in PLANNERS if planner not in ("auto", "fixed-static")]
-    head = ["mix", "ranks", "docs per rank", "fixed", "**auto**", "without barriers", "over best static"]
+    head = ["mix", "ranks", "docs per rank", "tokens per step", "fixed", "**auto**", "without barriers"]
+    head += ["over best single", "over best static"]
     head += [*(TITLES[planner] for planner in others), "upper bound", "gap", "unavoidable gap", "planning time of auto"]
     lines, notes = [], []
-    for setting, rows in results:
-        by = {row.planner: row for row in rows}
-        auto, fixed = by["auto"], modelled.degree_of(by["fixed-static"]) or "none fits"
-        line = [setting.mix, f"{auto.ranks:,}", str(setting.documents_a_rank), fixed, f"**{times(auto.speedup_over_fixed)}**"]
-        line += [times(modelled.over_fixed_without_barriers(rows)), times(auto.speedup_over_best_static)]
+    for result in results:
+        setting, rows, auto, single = result.setting, result.rows, result["auto"], result.single
+        line = [setting.mix, f"{auto.ranks:,}", str(setting.documents_a_rank), f"{auto.tokens / 1e6:.2f}M"]
+        line += [modelled.degree_of(result["fixed-static"]), f"**{times(auto.speedup_over_fixed)}**"]
+        line.append(times(modelled.over_fixed_without_barriers(rows)))
+        line.append(f"{times(single.speedup_over_best_single)} ({single.best_single_degree})" if single else "—")
+        line.append(times(auto.speedup_over_best_static))
         for planner in others:
-            speedup = by[planner].speedup_over_fixed
+            speedup = result[planner].speedup_over_fixed
             ahead = speedup and auto.speedup_over_fixed and round(speedup, 2) > round(auto.speedup_over_fixed, 2)
             line.append(f"[{times(speedup)}]" if ahead else times(speedup))
         line.append(times(modelled.most_speedup(rows, "speedup_over_fixed")))
         lines.append([*line, f"{auto.gap:.1%}", f"{auto.unavoidable_gap:.1%}", f"{auto.planning_ms:,.0f} ms"])
         notes += [f"- {TITLES[row.planner]}, {setting.mix}, {row.ranks} ranks: {row.note}" for row in rows if row.note]
     return [
-        "Modelled speedup over fixed static: one degree for all steps, the smallest power of two that holds the longest "
-        "document of all seeds, documents packed in the order drawn. `without barriers`: speedup of auto if the groups of "
-        "fixed static synchronize only at the end of a step, as when every rank keeps all weights. `over best static`: speedup "
-        "of auto over the best static degree of every step, an oracle that no trainer has. Brackets mark planners ahead of "
-        "auto. `upper bound`: bound on the speedup of any plan of ours. Gap: of auto to the lower bound on time, and its "
-        "unavoidable part.",
+        "Modelled speedup over fixed static: one degree for the whole run, the smallest power of two that holds the longest "
+        "document of the mix, documents packed in the order drawn. `without barriers`: speedup of auto if the groups of "
+        "fixed static synchronize only at the end of a step, as when every rank keeps all weights. `over best single`: speedup "
+        "of auto over the best power of two for the whole run (in brackets), packed in the same way. `over best static`: "
+        "speedup of auto over the best static degree of every step, packed by time, as `context.mode: static` does. Square "
+        "brackets mark planners ahead of auto. `upper bound`: bound on the speedup of any plan of ours. Gap: of auto to the "
+        "lower bound on time, and its unavoidable part.",
         "",
         *markdown(head, lines, 1),
         "",
@@ -210,10 +258,10 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
 
 def gap_table(results: Sequence[Result]) -> list[str]:
     """Returns the table of gaps; settings that differ only in documents per rank share a line."""
-    counts = sorted({setting.documents_a_rank for setting, _ in results})
+    counts = sorted({result.setting.documents_a_rank for result in results})
     gaps: dict[tuple[str, int, int | None], dict[int, str]] = {}
-    for setting, rows in results:
-        auto = next(row for row in rows if row.planner == "auto")
+    for result in results:
+        setting, auto = result.setting, result["auto"]
         line = gaps.setdefault((setting.mix, setting.ranks, setting.stretched_to), {})
         line[setting.documents_a_rank] = f"{auto.gap:.1%} ({auto.unavoidable_gap:.1%})"
     lines = []

@@ -3,9 +3,9 @@
     python bench/scaling.py     # makes docs/scaling.md and bench/results/scaling.csv; run again, it makes what is missing
 
 Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and memory that of the memory
-model. For every model and number of GPUs the search of `longctx split` finds the best split with mode auto. Fixed
-static trains the same documents on the split that is best for it, at the smallest power of two that holds the longest document,
-packed in the order drawn.
+model. For every model and number of GPUs the search of `longctx split` finds the best split with mode auto for the step of
+seed 0, which is then planned for five steps. Fixed static trains the same five steps on the split that is best for them, at
+the smallest power of two that holds the longest document of the mix, packed in the order drawn.
 
 Steps have 4 documents per GPU with lengths of a published mix, at most 2,048, as a step cannot grow with the GPUs forever.
 """
@@ -14,9 +14,11 @@ import contextlib
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_type_hints
+from statistics import fmean
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -33,14 +35,16 @@ from longctx.planning.cost.bounds import step_bound_ns
 from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.plan import PlanCost, PlanError
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE
+from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 PROFILE, MIX = "h100-nvlink-ib", "wlb_128k"
 DOCUMENTS_A_GPU, MOST_DOCUMENTS = 4, 2048
-GPUS = (8, 64, 256, 512, 1024, 3072)
+SEEDS = 5
 
 
 def _llama(hidden: int, mlp: int, layers: int, heads: int) -> ModelShape:
@@ -55,6 +59,8 @@ MODELS = {
     "1T": _llama(24576, 79872, 140, 192),
 }
 """All in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with more layers."""
+GPUS = {"8B": (8, 64, 256, 1024), "70B": (8, 64, 256, 1024, 3072), "462B": (64, 256, 1024), "1T": (64, 256, 1024, 3072)}
+"""Numbers of GPUs of every model. Searches for 8B and 462B on 3,072 take a quarter of an hour and longer."""
 
 
 TEXT = """# Scaling, on paper
@@ -62,16 +68,17 @@ TEXT = """# Scaling, on paper
 **Predicted, not measured**: longctx has not run on GPUs. Made by
 [bench/scaling.py](../bench/scaling.py) from the cost and memory models, for H100s
 with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each. [How far to trust
-them](planning.md#how-far-to-trust-the-model), and [what the search does](parallelism.md#which-split-of-the-gpus).
+them](evidence.md#how-far-to-trust-the-model), and [what the search does](parallelism.md#which-split-of-the-gpus).
 
-Each row is the fastest split of the GPUs for a step of {documents} documents per GPU, at most {most:,}, with lengths of
-{mix}; one step, of seed 0. Fixed static trains the same documents at one degree, packed in the order drawn, on the split
-of its own that is fastest for it. *Exposed exchange*: share of the step that the slowest ranks wait for K and V, and that the
-rounds of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no pipeline is best.
+Each row is the fastest split of the GPUs for steps of {documents} documents per GPU, at most {most:,}, with lengths of {mix};
+means of {seeds} steps. Fixed static trains the same documents at one degree, the smallest power of two that holds the longest
+document of the mix, packed in the order drawn, on the split of its own that is fastest for it.
 
 {table}
 
 {left_out}
+Longer documents take more time per token: steps on 8 GPUs have few of them.
+
 All models are in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with 144
 layers, and 1T has 140 layers of width 24,576. Megatron-LM published 502 PFLOP/s for a trillion parameters on 3,072 A100s,
 with which the model is compared [here](parallelism.md#which-split-of-the-gpus), and 76 % scaling efficiency for 8.3B on 512
@@ -83,7 +90,7 @@ V100s, with which it is not.
 
 @dataclass(frozen=True)
 class Row:
-    """Predictions for a model on a number of GPUs; shares of a step are those of mode auto."""
+    """Predictions for a model on a number of GPUs, means over steps; those of fixed static begin with `static`."""
 
     model: str
     gpus: int
@@ -98,8 +105,6 @@ class Row:
     step_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    bubble: float
-    exposed: float
     memory_gib: float
     static_tp: int
     static_pp: int
@@ -116,14 +121,13 @@ class Row:
 def main() -> None:
     parser = options(__doc__, "scaling", minutes=60.0)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
     given = parser.parse_args()
     page_at = PAGE if given.out == parser.get_default("out") else given.out.with_suffix(".md")
     began = time.monotonic()
     machine = Machine.load(PROFILE)
     about = facts("longctx", "numpy") | {"profile": PROFILE, "mix": MIX, "command": command()}
     table = Table(given.out.with_suffix(".csv"), [*Row.__annotations__, "refused"], about)
-    wanted = [{"model": name, "gpus": gpus} for name in given.models for gpus in given.gpus]
+    wanted = [{"model": name, "gpus": gpus} for name in given.models for gpus in GPUS[name]]
     for row in table.missing(wanted, began + 60 * given.minutes):
         try:
             table.append(asdict(predict(machine, row["model"], row["gpus"])))
@@ -133,35 +137,33 @@ def main() -> None:
     page_at.write_text(page(table.rows, about), "utf-8")
 
 
-def predict(machine: Machine, name: str, gpus: int) -> Row:
+def predict(machine: Machine, name: str, gpus: int, seeds: int = SEEDS) -> Row:
     """Returns the predictions. Raises UserError if no split of the GPUs holds the model and its documents."""
     spec = MODELS[name].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY}).spec
-    documents = min(MOST_DOCUMENTS, DOCUMENTS_A_GPU * gpus)
-    lengths = np.array(load_mix(MIX).draw(documents, 0), dtype=np.int64)
+    documents, mix = min(MOST_DOCUMENTS, DOCUMENTS_A_GPU * gpus), load_mix(MIX)
+    steps = [np.array(mix.draw(documents, seed), dtype=np.int64) for seed in range(seeds)]
     began = time.perf_counter()
-    outcome = search(machine, spec, [lengths.tolist()], gpus)
+    outcome = search(machine, spec, [steps[0].tolist()], gpus, longest=mix.longest)
     search_s = time.perf_counter() - began
-    best = outcome.best[0]
-    split = best.split
-    static_s, static, degree = _static(machine, spec, gpus, lengths)
-    flops = model_flops(spec, lengths.tolist())
+    split, step_s, memory = _auto(machine, spec, [best.split for best in outcome.best], steps, mix.longest)
+    static_s, static, degree = _static(machine, spec, gpus, steps, mix.longest)
+    flops = fmean(model_flops(spec, lengths.tolist()) for lengths in steps)
+    tokens = fmean(int(lengths.sum()) for lengths in steps)
     return Row(
         model=name,
         gpus=gpus,
         documents=documents,
-        tokens=int(lengths.sum()),
+        tokens=round(tokens),
         tp=split.tensor,
         pp=split.pipeline.ranks,
         domain=split.domain,
         schedule=schedule_name(split.pipeline),
         recompute=split.recompute,
         tokens_per_rank=split.tokens_per_rank,
-        step_s=best.step_s,
-        tokens_per_s_per_gpu=best.tokens_per_s_per_gpu,
-        mfu=best.mfu,
-        bubble=best.bubble_share,
-        exposed=_auto(machine, spec, split, lengths).exposed_share,
-        memory_gib=best.memory.total / 2**30,
+        step_s=step_s,
+        tokens_per_s_per_gpu=tokens / step_s / gpus,
+        mfu=flops / (step_s * gpus * machine.peak_flops_per_s),
+        memory_gib=memory / 2**30,
         static_tp=static.tensor,
         static_pp=static.pipeline.ranks,
         static_degree=degree,
@@ -171,46 +173,67 @@ def predict(machine: Machine, name: str, gpus: int) -> Row:
     )
 
 
-def _auto(machine: Machine, spec: ModelSpec, split: Split, lengths: Integers) -> PlanCost:
-    plan = make_plan(
-        lengths.tolist(),
-        ranks=split.domain,
-        tokens_per_rank=split.tokens_per_rank,
-        profile=profile_of(machine, spec, split),
-        pipeline=split.pipeline,
-        max_remote_tokens=split.max_remote_tokens,
-    )
-    return plan.score
+def _auto(
+    machine: Machine, spec: ModelSpec, splits: Sequence[Split], steps: Sequence[Integers], longest: int
+) -> tuple[Split, float, int]:
+    """Returns the first of the splits whose memory holds all steps, its mean seconds per step, and bytes of memory."""
+    for split in splits:
+        request: dict[str, Any] = {"ranks": split.domain, "tokens_per_rank": split.tokens_per_rank}
+        request |= {"pipeline": split.pipeline, "max_remote_tokens": split.max_remote_tokens}
+        request["profile"] = profile_of(machine, spec, split)
+        plans = [make_plan(lengths.tolist(), **request) for lengths in steps]
+        memory = memory_of(machine, spec, split, longest, max(len(plan.micro_batches) for plan in plans)).total
+        if memory <= machine.memory_bytes:
+            return split, fmean(plan.makespan_s for plan in plans), memory
+    raise UserError("no split that is fast for the first step has memory for the others")
 
 
-def _static(machine: Machine, spec: ModelSpec, gpus: int, lengths: Integers) -> tuple[float, Split, int]:
-    """Returns time, split and degree of fixed static on the split that is best for it, of all that hold the documents.
+def _static(machine: Machine, spec: ModelSpec, gpus: int, steps: Sequence[Integers], longest: int) -> tuple[float, Split, int]:
+    """Returns mean seconds per step, split and degree of fixed static on the best split of all that hold the documents.
 
     Splits are visited in ascending order of a bound on the time of any plan.
     """
-    longest = int(lengths.max())
     queue = []
     for number, split in enumerate(possible_splits(spec, gpus, machine.profile.ranks_per_node)):
         with contextlib.suppress(PlanError):  # too few ranks for the longest document
             degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
             profile = profile_of(machine, spec, split)
-            bound = step_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline)
-            queue.append((bound, number, split, degree, profile))
-    best, found = math.inf, None
-    for bound, _, split, degree, profile in sorted(queue, key=lambda each: each[:2]):
-        if bound >= best:
+            bounds = [step_bound_ns(profile, step, split.domain, split.tokens_per_rank, split.pipeline) for step in steps]
+            queue.append((sum(bounds), number, split, degree, profile, bounds))
+    best: tuple[float, Split, int] = math.inf, Split(1, NO_PIPELINE, 1, "none", "step", "step", 1), 0
+    for bound, _, split, degree, profile, bounds in sorted(queue, key=lambda each: each[:2]):
+        if bound >= best[0]:
             break
+        time_ns = _static_ns(machine, spec, split, degree, profile, steps, bounds, longest, best[0])
+        if time_ns < best[0]:
+            best = time_ns, split, degree
+    assert best[0] < math.inf  # mode auto found a split
+    return best[0] / len(steps) / NANOSECONDS, best[1], best[2]
+
+
+def _static_ns(
+    machine: Machine,
+    spec: ModelSpec,
+    split: Split,
+    degree: int,
+    profile: HardwareProfile,
+    steps: Sequence[Integers],
+    bounds: Sequence[float],
+    longest: int,
+    limit_ns: float,
+) -> float:
+    """Returns the time of all steps under fixed static; infinity if memory is too small or the time reaches the limit."""
+    times = list(bounds)
+    for number, lengths in enumerate(steps):
         assignment = place_fixed_static(profile, lengths, split.domain, split.tokens_per_rank, degree)
         plain = score(profile, lengths, assignment, split.domain, split.pipeline)
-        if plain.makespan_ns >= best:  # and with rounds it takes no less
-            continue
+        times[number] = plain.makespan_ns  # and with rounds no less
+        if sum(times) >= limit_ns:
+            return math.inf
         if memory_of(machine, spec, split, longest, assignment.micro_batches).total > machine.memory_bytes:
-            continue
-        _, timed = choose_rounds(profile, lengths, assignment, plain, split.max_remote_tokens)
-        if timed.makespan_ns < best:
-            best, found = timed.makespan_ns, (split, degree)
-    assert found is not None  # mode auto found a split
-    return best / NANOSECONDS, *found
+            return math.inf
+        times[number] = choose_rounds(profile, lengths, assignment, plain, split.max_remote_tokens)[1].makespan_ns
+    return sum(times)
 
 
 def page(found: list[dict[str, str]], about: dict[str, str]) -> str:
@@ -223,8 +246,6 @@ def page(found: list[dict[str, str]], about: dict[str, str]) -> str:
         *(
             "tokens/s per GPU",
             "MFU",
-            "bubble",
-            "exposed exchange",
             "memory",
             "**over fixed static**",
             "its tp × pp, degree, MFU",
@@ -242,22 +263,21 @@ def page(found: list[dict[str, str]], about: dict[str, str]) -> str:
             f"{row.step_s:.3g} s",
             f"{row.tokens_per_s_per_gpu:,.0f}",
             f"{row.mfu:.1%}",
-            f"{row.bubble:.1%}",
-            f"{row.exposed:.1%}",
             f"{row.memory_gib:.0f} GiB",
             f"**{row.speedup:.2f}×**",
             f"{row.static_tp} × {row.static_pp}, {row.static_degree}, {row.static_mfu:.1%}",
         ]
         for row in rows
     ]
-    gone = [f"- {row['model']} on {int(row['gpus']):,} GPUs: {row['refused']}" for row in found if row["refused"]]
+    gone = [f"{row['model']} on {int(row['gpus']):,}" for row in found if row["refused"]]
     versions = ", ".join(f"{name} {value}" for name, value in about.items() if name != "command")
-    left_out = "\n".join(["Left out:", "", *gone, ""]) if gone else ""
+    left_out = f"Too few GPUs, whatever the split: {', '.join(gone)}.\n" if gone else ""
     longest_s = max((row.search_s for row in rows), default=0.0)
     return TEXT.format(
         documents=DOCUMENTS_A_GPU,
         most=MOST_DOCUMENTS,
         mix=MIX,
+        seeds=SEEDS,
         table="\n".join(markdown(head, lines, 1)),
         left_out=left_out,
         made=f"{versions}, `{about['command']}`; the longest search took {longest_s:.0f} s.",

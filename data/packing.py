@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 """Token ids of one document, `[tokens]`."""
-_Ids = npt.NDArray[np.int64]
-_Read = Callable[[int, int, int], tuple[_Ids, _Ids]]
+Ids = npt.NDArray[np.int64]
+Read = Callable[[int, int, int], tuple[Ids, Ids]]
 """(document of the plan, start, stop) → tokens and shifted labels of this span, int64 [stop - start]."""
 
 
@@ -128,13 +128,13 @@ def pack(
     Labels are next tokens, or with `masking` the masked tokens. `ahead`: number of later tokens to read for every token.
     """
 
-    def read(document: int, start: int, stop: int) -> tuple[_Ids, _Ids]:
+    def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
         piece = pieces[document]
         if masking is not None:
             return masking.read(store, piece, start, stop)
         return store.read(piece.document, piece.start + start, piece.start + stop, end=piece.stop)
 
-    return _fill(layout, read, pad_to_multiple_of, ahead)
+    return fill(layout, read, pad_to_multiple_of, ahead)
 
 
 def empty_micro_batch(index: int, rank: int) -> MicroBatch:
@@ -172,12 +172,12 @@ def pack_documents(
     unshifted = tokens if labels is None else _arrays("labels", labels, plan)
     targets = [np.append(label[1:], IGNORED_LABEL) for label in unshifted] if shift else unshifted
 
-    def read(document: int, start: int, stop: int) -> tuple[_Ids, _Ids]:
+    def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
         return tokens[document][start:stop], targets[document][start:stop]
 
     layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
     target_tokens = sum(int((target != IGNORED_LABEL).sum()) for target in targets)
-    return [_fill(layout, read, pad_to_multiple_of, ahead) for layout in layouts], target_tokens
+    return [fill(layout, read, pad_to_multiple_of, ahead) for layout in layouts], target_tokens
 
 
 def pack_seq2seq(
@@ -211,19 +211,19 @@ def pack_seq2seq(
     _check_seq2seq(plan, read, written, expected)
     inputs = [np.append(start_token, target[:-1]) for target in written]
 
-    def of(documents: Sequence[_Ids], targets: Sequence[_Ids]) -> _Read:
+    def of(documents: Sequence[Ids], targets: Sequence[Ids]) -> Read:
         return lambda document, start, stop: (documents[document][start:stop], targets[document][start:stop])
 
     micro_batches = []
     for index, placements in enumerate(plan.micro_batches):
         cross = CrossLayout.of(placements, list(map(len, written)), placements, list(map(len, read)), index, rank)
-        encoded = _fill(cross.sources, of(read, read), pad_to_multiple_of)
-        decoded = _fill(cross.targets, of(inputs, expected), pad_to_multiple_of)
+        encoded = fill(cross.sources, of(read, read), pad_to_multiple_of)
+        decoded = fill(cross.targets, of(inputs, expected), pad_to_multiple_of)
         micro_batches.append(replace(decoded, source=EncoderInput(cross.sources, cross, encoded.tokens, encoded.positions)))
     return micro_batches, sum(int((label != IGNORED_LABEL).sum()) for label in expected)
 
 
-def _check_seq2seq(plan: Plan, sources: list[_Ids], targets: list[_Ids], labels: list[_Ids]) -> None:
+def _check_seq2seq(plan: Plan, sources: list[Ids], targets: list[Ids], labels: list[Ids]) -> None:
     """Raises PackingError if the documents do not match the plan, or have an empty part."""
     if not len(sources) == len(targets) == len(labels) == len(plan.lengths):
         raise PackingError(
@@ -243,7 +243,7 @@ def _check_seq2seq(plan: Plan, sources: list[_Ids], targets: list[_Ids], labels:
             )
 
 
-def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:
+def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[Ids]:
     arrays = [np.asarray(document, np.int64) for document in documents]
     if len(arrays) != len(plan.lengths):
         raise PackingError(
@@ -258,7 +258,8 @@ def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:
     return arrays
 
 
-def _fill(layout: Layout, read: _Read, pad_to_multiple_of: int, ahead: int = 0) -> MicroBatch:
+def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1, ahead: int = 0) -> MicroBatch:
+    """Returns a rank's share of a micro-batch, from a function that reads spans of documents; empty spans may be read, too."""
     padded = -(-layout.tokens // pad_to_multiple_of) * pad_to_multiple_of
     tokens = np.zeros((padded, 1 + ahead), np.int64)
     labels = np.full((padded, 1 + ahead), IGNORED_LABEL, np.int64)

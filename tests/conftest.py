@@ -16,9 +16,9 @@ from tests.workers import Workers
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# `--hypothesis-profile explore` draws new examples instead, to look for what the fixed ones miss.
-settings.register_profile("steady", deadline=None, derandomize=True, max_examples=40)
-settings.register_profile("explore", deadline=None, print_blob=True)
+# `--hypothesis-profile explore` draws new examples instead, and ten times as many, to look for what the fixed ones miss.
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("explore", deadline=None, max_examples=250, print_blob=True)
 settings.load_profile("steady")
 
 
@@ -44,6 +44,15 @@ def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
     from tests.training_cases import train
 
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a tokenizer with the chat template of a family, by the family's name."""
+    from tests.template_cases import FAMILIES
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: family.save(folder / name) for name, family in FAMILIES.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
+
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.store import IGNORED_LABEL, Store
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanCost
@@ -34,6 +38,18 @@ def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
+def written(folder: Path, records: Sequence[Any], suffix: str = "jsonl") -> Path:
+    """Writes records as JSON lines, Parquet or a saved dataset."""
+    path = folder / f"s.{suffix}"
+    if suffix == "jsonl":
+        return write_jsonl(path, records)
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), path)
+    else:
+        datasets.Dataset.from_list(list(records)).save_to_disk(str(path))
+    return path
+
+
 def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, name: str = "store") -> Store:
     """Makes a store of plain bytes with documents of `lengths` tokens (end tokens included), then conversations."""
     records: list[Any] = [{"text": text_of(length - 1, seed)} for seed, length in enumerate(lengths)]
@@ -41,6 +57,34 @@ def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, 
     source = write_jsonl(folder / f"{name}.jsonl", records)
     prepare(open_corpus(str(source)), folder / name, tokenizer="bytes")
     return Store.open(folder / name)
+
+
+def made(
+    folder: Path, records: Sequence[Any], tokenizer: str | Path = "bytes", template: str | None = None, **options: Any
+) -> Store:
+    """Makes a store of these records, over one that is there, with the text of a chat template if one is given."""
+    if template is not None:
+        (folder / "t.jinja").write_text(template)
+        options["chat_template"] = str(folder / "t.jinja")
+    source = open_corpus(str(write_jsonl(folder / "s.jsonl", records)))
+    prepare(source, folder / "store", tokenizer=str(tokenizer), overwrite=True, **options)
+    return Store.open(folder / "store")
+
+
+def whole(store: Store, document: int = 0) -> str:
+    return store.tokenizer.decode(store.read(document, 0, int(store.lengths[document]))[0])
+
+
+def learnt(store: Store, document: int = 0) -> str:
+    """Returns the text with loss."""
+    _, labels = store.read(document, 0, int(store.lengths[document]))
+    return store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL)
+
+
+def interrupt(stage: str, share: float) -> None:
+    """Ends a preparation that reports its progress here when more than half of the documents are tokenized."""
+    if stage == "tokenizing" and share > 0.6:
+        raise KeyboardInterrupt
 
 
 def random_plan(lengths: Sequence[int], ranks: int, seed: int) -> Plan:

@@ -4,8 +4,9 @@ and pitfalls, computed by the reference kernel.
 They are at least as strict as the libraries: rows without keys or queries are NaN, as the libraries differ in them.
 """
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +24,24 @@ deterministic_calls: list[tuple[str, bool]] = []
 
 margins: list[int] = []
 """sm_margin of every call of flash-attn 3."""
+
+FLASH_4 = {
+    "_flash_attn_fwd": """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False,
+        softcap=None, window_size_left=None, window_size_right=None, *, return_lse=False, num_splits=1""",
+    "_flash_attn_bwd": """q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, deterministic=False""",
+}
+FLASH_2 = {
+    "_flash_attn_varlen_forward": """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False""",
+    "_flash_attn_varlen_backward": """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        deterministic, rng_state=None, zero_tensors=False""",
+}
+"""The functions that these packages have, with the names and order of their arguments."""
 
 FLASH_3 = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, Tensor? out=None,
     Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None,
@@ -92,76 +111,50 @@ def differentiate(
     return dq, dk, dv
 
 
+def function(name: str, arguments: str, compute: Callable[[SimpleNamespace], Any]) -> Any:
+    """A function with this name and these arguments, which calls `compute` with all of them, defaults included."""
+    signature = inspect.signature(eval(f"(lambda {arguments}: None)"))
+
+    def called(*values: Any, **named: Any) -> Any:
+        bound = signature.bind(*values, **named)
+        bound.apply_defaults()
+        return compute(SimpleNamespace(**bound.arguments))
+
+    vars(called).update(__name__=name, __signature__=signature)
+    return called
+
+
+def sequences_of(passed: SimpleNamespace) -> Sequences:
+    edges = passed.cu_seqlens_q, passed.cu_seqlens_k
+    return Sequences(passed.q, passed.k, passed.v, *edges, passed.max_seqlen_q, passed.max_seqlen_k)
+
+
+def copied(passed: SimpleNamespace, gradients: tuple[Tensor, ...]) -> None:
+    for into, gradient in zip((passed.dq, passed.dk, passed.dv), gradients, strict=True):
+        into.copy_(gradient)
+
+
 # flash-attn 4
 
 
-def _flash_4() -> ModuleType:
-    calls: list[str] = []
+def _window_4(passed: SimpleNamespace) -> tuple[int | None, int | None]:
+    for side in (passed.window_size_left, passed.window_size_right):
+        assert side is None or side >= 0, "flash-attn 4 does not support -1 for one side"
+    assert passed.softmax_scale is not None
+    return passed.window_size_left, 0 if passed.causal else passed.window_size_right
 
-    def window(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
-        for side in (left, right):
-            assert side is None or side >= 0, "flash-attn 4 does not support -1 for one side"
-        return left, 0 if causal else right
 
-    def _flash_attn_fwd(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qv: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        min_seqlen_k: int | None = None,
-        page_table: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        softcap: float | None = None,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-        *,
-        return_lse: bool = False,
-        num_splits: int = 1,
-    ) -> Any:
-        calls.append("forward")
-        sequences = Sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        assert softmax_scale is not None and return_lse
-        seen = window(causal, window_size_left, window_size_right)
-        return (*attend(sequences, q, k, v, softmax_scale, softcap or 0.0, seen), None, None, None)
+def _forward_4(passed: SimpleNamespace) -> Any:
+    assert passed.return_lse
+    tensors = passed.q, passed.k, passed.v
+    attended = attend(sequences_of(passed), *tensors, passed.softmax_scale, passed.softcap or 0.0, _window_4(passed))
+    return (*attended, None, None, None)
 
-    def _flash_attn_bwd(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        softcap: float = 0.0,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-        *,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        deterministic: bool = False,
-    ) -> Any:
-        calls.append("backward")
-        assert softmax_scale is not None
-        deterministic_calls.append(("flash-attn 4", deterministic))
-        sequences = Sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        seen = window(causal, window_size_left, window_size_right)
-        return differentiate(sequences, (dout, q, k, v, out, lse), softmax_scale, softcap, seen)
 
-    module = ModuleType("flash_attn.cute.interface")
-    vars(module).update(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd, calls=calls)
-    return module
+def _backward_4(passed: SimpleNamespace) -> Any:
+    deterministic_calls.append(("flash-attn 4", passed.deterministic))
+    tensors = passed.dout, passed.q, passed.k, passed.v, passed.out, passed.lse
+    return differentiate(sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, _window_4(passed))
 
 
 # flash-attn 3
@@ -171,40 +164,34 @@ def _limits(left: int, right: int) -> tuple[int | None, int | None]:
     return None if left < 0 else left, None if right < 0 else right
 
 
-def _window_3(is_causal: bool, left: int, right: int, max_seqlen_q: int, max_seqlen_k: int) -> tuple[int | None, int | None]:
-    left = -1 if left >= max_seqlen_k - 1 else left
-    right = -1 if right >= max_seqlen_q - 1 else right
-    return _limits(left, 0 if is_causal else right)
+def _window_3(passed: SimpleNamespace) -> tuple[int | None, int | None]:
+    left = -1 if passed.window_size_left >= passed.max_seqlen_k - 1 else passed.window_size_left
+    right = -1 if passed.window_size_right >= passed.max_seqlen_q - 1 else passed.window_size_right
+    return _limits(left, 0 if passed.is_causal else right)
 
 
-def _given(schema: Any, first: int, arguments: tuple[Any, ...]) -> SimpleNamespace:
-    """Returns the arguments of an operator from number `first` on by name; torch leaves out trailing defaults."""
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return SimpleNamespace(**defaults | dict(zip(list(defaults)[first:], arguments, strict=False)))
+def _arguments_3(operator: Any, values: tuple[Any, ...]) -> SimpleNamespace:
+    """Returns the arguments of an operator by name; torch leaves out trailing defaults."""
+    defaults = {argument.name: argument.default_value for argument in operator.default._schema.arguments}
+    passed = SimpleNamespace(**defaults | dict(zip(defaults, values, strict=False)))
+    margins.append(passed.sm_margin)
+    return passed
 
 
-def _forward_3(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    given = _given(torch.ops.flash_attn_3.fwd.default._schema, 3, arguments)
-    sequences = Sequences(q, k, v, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
-    assert given.num_splits == 1
-    margins.append(given.sm_margin)
-    limits = given.is_causal, given.window_size_left, given.window_size_right
-    window = _window_3(*limits, given.max_seqlen_q, given.max_seqlen_k)
-    out, lse = attend(sequences, q, k, v, given.softmax_scale, given.softcap, window)
-    return out, lse, q.new_empty(0), q.new_empty(0)
+def _forward_3(*values: Any) -> tuple[Tensor, ...]:
+    passed = _arguments_3(torch.ops.flash_attn_3.fwd, values)
+    assert passed.num_splits == 1
+    tensors = passed.q, passed.k, passed.v
+    out, lse = attend(sequences_of(passed), *tensors, passed.softmax_scale, passed.softcap, _window_3(passed))
+    return out, lse, out.new_empty(0), out.new_empty(0)
 
 
-def _backward_3(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    given = _given(torch.ops.flash_attn_3.bwd.default._schema, 6, arguments)
-    sequences = Sequences(q, k, v, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
-    deterministic_calls.append(("flash-attn 3", given.deterministic))
-    margins.append(given.sm_margin)
-    limits = given.is_causal, given.window_size_left, given.window_size_right
-    window = _window_3(*limits, given.max_seqlen_q, given.max_seqlen_k)
-    gradients = differentiate(sequences, (dout, q, k, v, out, lse), given.softmax_scale, given.softcap, window)
-    for into, gradient in zip((given.dq, given.dk, given.dv), gradients, strict=True):
-        into.copy_(gradient)
-    return tuple(q.new_empty(0) for _ in range(5))
+def _backward_3(*values: Any) -> tuple[Tensor, ...]:
+    passed = _arguments_3(torch.ops.flash_attn_3.bwd, values)
+    deterministic_calls.append(("flash-attn 3", passed.deterministic))
+    tensors = passed.dout, passed.q, passed.k, passed.v, passed.out, passed.softmax_lse
+    copied(passed, differentiate(sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, _window_3(passed)))
+    return tuple(passed.q.new_empty(0) for _ in range(5))
 
 
 # flash-attn 2 and torch's copy of it
@@ -228,124 +215,47 @@ def _window_2(causal: bool, left: int, right: int, most_k: int) -> tuple[int | N
     return _limits(left, right)
 
 
-def _flash_2() -> ModuleType:
-    def _flash_attn_varlen_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        return_softmax: bool = False,
-        block_table: Tensor | None = None,
-        leftpad_k: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        zero_tensors: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sequences = Sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        window = _window_2(causal, window_size_left, window_size_right, max_seqlen_k)
-        _check_2(sequences, q, k, v, window, max_seqlen_q)
-        assert dropout_p == 0.0
-        return (*attend(sequences, q, k, v, softmax_scale, softcap, window), q.new_empty(0), q.new_empty(0))
-
-    def _flash_attn_varlen_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        rng_state: Tensor | None = None,
-        zero_tensors: bool = False,
-    ) -> Tensor:
-        sequences = Sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        window = _window_2(causal, window_size_left, window_size_right, max_seqlen_k)
-        assert dropout_p == 0.0 and dq is not None and dk is not None and dv is not None
-        deterministic_calls.append(("flash-attn 2", deterministic))
-        gradients = differentiate(sequences, (dout, q, k, v, out, softmax_lse), softmax_scale, softcap, window)
-        for into, gradient in zip((dq, dk, dv), gradients, strict=True):
-            into.copy_(gradient)
-        return q.new_empty(0)
-
-    module = ModuleType("flash_attn.flash_attn_interface")
-    vars(module).update(
-        _flash_attn_varlen_forward=_flash_attn_varlen_forward, _flash_attn_varlen_backward=_flash_attn_varlen_backward
-    )
-    return module
+def _forward_2(passed: SimpleNamespace) -> tuple[Tensor, ...]:
+    sequences = sequences_of(passed)
+    window = _window_2(passed.causal, passed.window_size_left, passed.window_size_right, passed.max_seqlen_k)
+    _check_2(sequences, passed.q, passed.k, passed.v, window, passed.max_seqlen_q)
+    assert passed.dropout_p == 0.0
+    out, lse = attend(sequences, passed.q, passed.k, passed.v, passed.softmax_scale, passed.softcap, window)
+    return out, lse, out.new_empty(0), out.new_empty(0)
 
 
-def _forward_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    edges_q: Tensor,
-    edges_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, ...]:
-    sequences = Sequences(q, k, v, edges_q, edges_k, max_q, max_k)
-    window = _window_2(is_causal, window_size_left, window_size_right, max_k)
-    _check_2(sequences, q, k, v, window, max_q)
+def _backward_2(passed: SimpleNamespace) -> Tensor:
+    window = _window_2(passed.causal, passed.window_size_left, passed.window_size_right, passed.max_seqlen_k)
+    assert passed.dropout_p == 0.0
+    deterministic_calls.append(("flash-attn 2", passed.deterministic))
+    tensors = passed.dout, passed.q, passed.k, passed.v, passed.out, passed.softmax_lse
+    copied(passed, differentiate(sequences_of(passed), tensors, passed.softmax_scale, passed.softcap, window))
+    return passed.q.new_empty(0)
+
+
+def _forward_torch(*values: Any, scale: float, window_size_left: int, window_size_right: int) -> tuple[Tensor, ...]:
+    q, k, v, *edges, dropout, is_causal, return_debug_mask = values
+    sequences = Sequences(q, k, v, *edges)
+    window = _window_2(is_causal, window_size_left, window_size_right, edges[3])
+    _check_2(sequences, q, k, v, window, edges[2])
     assert dropout == 0.0 and not return_debug_mask
     return (*attend(sequences, q, k, v, scale, 0.0, window), *(q.new_empty(0) for _ in range(3)))
 
 
-def _backward_torch(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    edges_q: Tensor,
-    edges_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sequences = Sequences(q, k, v, edges_q, edges_k, max_q, max_k)
-    window = _window_2(is_causal, window_size_left, window_size_right, max_k)
+def _backward_torch(*values: Any, scale: float, window_size_left: int, window_size_right: int) -> tuple[Tensor, ...]:
+    dout, q, k, v, out, lse, *edges, dropout, is_causal, rng_state, _ = values
+    window = _window_2(is_causal, window_size_left, window_size_right, edges[3])
     assert dropout == 0.0 and rng_state.dtype == torch.uint64
     asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic_calls.append(("torch's flash operators", asked))
-    return differentiate(sequences, (dout, q, k, v, out, lse), scale, 0.0, window)
+    return differentiate(Sequences(q, k, v, *edges), (dout, q, k, v, out, lse), scale, 0.0, window)
+
+
+def module_of(name: str, functions: dict[str, str], *computations: Callable[[SimpleNamespace], Any]) -> ModuleType:
+    made = ModuleType(name)
+    for (called, arguments), compute in zip(functions.items(), computations, strict=True):
+        setattr(made, called, function(called, arguments, compute))
+    return made
 
 
 @contextmanager
@@ -355,9 +265,9 @@ def installed() -> Iterator[None]:
     vars(package)["__version__"] = "2.8.3"
     modules = {
         "flash_attn": package,
-        "flash_attn.cute.interface": _flash_4(),
+        "flash_attn.cute.interface": module_of("flash_attn.cute.interface", FLASH_4, _forward_4, _backward_4),
         "flash_attn_interface": ModuleType("flash_attn_interface"),
-        "flash_attn.flash_attn_interface": _flash_2(),
+        "flash_attn.flash_attn_interface": module_of("flash_attn.flash_attn_interface", FLASH_2, _forward_2, _backward_2),
     }
     flash_3 = torch.library.Library("flash_attn_3", "DEF")
     for schema in FLASH_3.split("\nbwd"):

@@ -17,5 +17,6 @@ def slow_unless(quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Returns the number of examples of a property test: fewer in `make test`, which draws the same ones every time."""
-    return count if settings.get_current_profile_name() == "explore" else max(8, 2 * count // 5)
+    """Returns the number of examples of a property test: few in `make test`, ten times as many to explore."""
+    few = max(8, count // 4)
+    return 10 * few if settings.get_current_profile_name() == "explore" else few

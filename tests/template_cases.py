@@ -1,10 +1,12 @@
-"""Chat templates in the style of five families, tiny tokenizers for them, and the expected renderings, written in Python.
+"""Chat templates in the style of five families, and tiny tokenizers for them.
 
-The templates are our own texts: they treat turns, tools and reasoning as the families do.
+The templates are our own texts: they treat turns, tools and reasoning as the families do. Generation marks say what the
+assistant writes; families have them removed, but for one.
 """
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerJson
 
 Message = dict[str, Any]
-Pieces = list[tuple[str, bool]]
-"""Texts of a rendering, in order, and whether the assistant writes them."""
-
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
 
@@ -92,19 +91,9 @@ SMOLLM2_MARKED = (
 )
 
 
-def smollm2(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
-    pieces: Pieces = []
-    if messages[0]["role"] != "system":
-        pieces.append(("<|im_start|>system\nYou help.<|im_end|>\n", False))
-    for message in messages:
-        head = f"<|im_start|>{message['role']}\n"
-        pieces += [(head, False), (message["content"] + "<|im_end|>", message["role"] == "assistant"), ("\n", False)]
-    return pieces
-
-
 # --- Llama 3
 
-LLAMA3 = """{{- bos_token }}
+LLAMA3_MARKED = """{{- bos_token }}
 {%- if messages[0].role == 'system' %}
     {%- set system = messages[0].content | trim %}{%- set rest = messages[1:] %}
 {%- else %}
@@ -123,7 +112,11 @@ LLAMA3 = """{{- bos_token }}
         {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
         {%- set function = message.tool_calls[0].function %}
         {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-        {{- '{"name": "' + function.name + '", "parameters": ' + (function.arguments | tojson) + '}<|eot_id|>' }}
+        {%- generation %}{{- '{"name": "' + function.name + '", "parameters": ' + (function.arguments | tojson) }}
+        {{- '}<|eot_id|>' }}{%- endgeneration %}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {%- generation %}{{- message.content | trim + '<|eot_id|>' }}{%- endgeneration %}
     {%- else %}
         {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
     {%- endif %}
@@ -132,27 +125,9 @@ LLAMA3 = """{{- bos_token }}
 """
 
 
-def llama3(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
-    system = ""
-    if messages[0]["role"] == "system":
-        system, messages = messages[0]["content"].strip(), messages[1:]
-    shown = "Functions:\n" + "".join(json.dumps(tool, indent=4) + "\n\n" for tool in tools) if tools else ""
-    pieces = [(f"<|begin|><|start_header_id|>system<|end_header_id|>\n\n{shown}{system}<|eot_id|>", False)]
-    for message in messages:
-        role, content = message["role"], message.get("content", "").strip()
-        if role == "tool":
-            role, content = "ipython", json.dumps(message["content"], ensure_ascii=False)
-        elif "tool_calls" in message:
-            function = message["tool_calls"][0]["function"]
-            arguments = json.dumps(function["arguments"], ensure_ascii=False)
-            content = f'{{"name": "{function["name"]}", "parameters": {arguments}}}'
-        pieces += [(f"<|start_header_id|>{role}<|end_header_id|>\n\n", False), (content + "<|eot_id|>", role == "assistant")]
-    return pieces
-
-
 # --- Qwen 3: reasoning of turns before the last question is left out, and the last answers always have some
 
-QWEN3 = """
+QWEN3_MARKED = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -179,7 +154,7 @@ QWEN3 = """
             {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
-        {{- '<|im_start|>assistant\\n' }}
+        {{- '<|im_start|>assistant\\n' }}{%- generation %}
         {%- if loop.index0 > seen.question and (loop.last or reasoning) %}
             {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
         {%- else %}
@@ -190,7 +165,7 @@ QWEN3 = """
             {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
         {%- endfor %}
-        {{- '<|im_end|>\\n' }}
+        {{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}
     {%- elif message.role == 'tool' %}
         {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
         {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
@@ -204,42 +179,9 @@ QWEN3 = """
 """
 
 
-def qwen3(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
-    pieces: Pieces = []
-    system = messages[0]["content"] if messages[0]["role"] == "system" else None
-    if tools:
-        shown = "".join(f"\n{json.dumps(tool)}" for tool in tools)
-        pieces.append(
-            (f"<|im_start|>system\n{system + chr(10) * 2 if system else ''}<tools>{shown}\n</tools><|im_end|>\n", False)
-        )
-    elif system is not None:
-        pieces.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
-    question = max(index for index, message in enumerate(messages) if message["role"] == "user")
-    for index, message in enumerate(messages):
-        content = message.get("content", "")
-        if message["role"] == "user":
-            pieces.append((f"<|im_start|>user\n{content}<|im_end|>\n", False))
-        elif message["role"] == "tool":
-            pieces.append((f"<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n", False))
-        elif message["role"] == "assistant":
-            reasoning = message.get("reasoning_content", "")
-            if not reasoning and "</think>" in content:
-                thought, content = content.split("</think>")
-                reasoning, content = thought.removeprefix("<think>").strip("\n"), content.lstrip("\n")
-            wrote = content
-            if index > question and (reasoning or index == len(messages) - 1):
-                wrote = "<think>\n" + reasoning + "\n</think>\n\n" + content.lstrip("\n")
-            for one in message.get("tool_calls", ()):
-                arguments = json.dumps(one["function"]["arguments"], ensure_ascii=False)
-                wrote += "\n" * bool(content) + f'<tool_call>\n{{"name": "{one["function"]["name"]}", '
-                wrote += f'"arguments": {arguments}}}\n</tool_call>'
-            pieces += [("<|im_start|>assistant\n", False), (wrote + "<|im_end|>", True), ("\n", False)]
-    return pieces
-
-
 # --- Gemma 3: the system's text stands in the first question, and roles must alternate
 
-GEMMA3 = """{{ bos_token }}
+GEMMA3_MARKED = """{{ bos_token }}
 {%- set first = '' %}{%- set rest = messages %}
 {%- if messages[0]['role'] == 'system' %}
     {%- set first = messages[0]['content'] + '\\n\\n' %}{%- set rest = messages[1:] %}
@@ -248,30 +190,17 @@ GEMMA3 = """{{ bos_token }}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
     {%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
     {{- '<start_of_turn>' + role + '\\n' + (first if loop.first else '') }}
-    {{- message['content'] | trim }}{{- '<end_of_turn>\\n' }}
+    {%- if role == 'model' %}
+        {%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}{{- '\\n' }}
+    {%- else %}{{- message['content'] | trim + '<end_of_turn>\\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
 """
 
 
-def gemma3(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
-    pieces: Pieces = [("<bos>", False)]
-    first = ""
-    if messages[0]["role"] == "system":
-        first, messages = messages[0]["content"] + "\n\n", messages[1:]
-    for message in messages:
-        role, content = message["role"], message["content"].strip()
-        if role == "assistant":
-            pieces += [("<start_of_turn>model\n", False), (content + "<end_of_turn>", True), ("\n", False)]
-        else:
-            pieces.append((f"<start_of_turn>user\n{first}{content}<end_of_turn>\n", False))
-        first = ""
-    return pieces
-
-
 # --- Mistral: no generation prompt, tools and the system's text before the last question only
 
-MISTRAL = """
+MISTRAL_MARKED = """
 {%- if messages[0].role == 'system' %}
     {%- set system = messages[0].content %}{%- set rest = messages[1:] %}
 {%- else %}
@@ -284,41 +213,19 @@ MISTRAL = """
         {%- if tools and message == last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
         {{- '[INST] ' + (system + '\\n\\n' if system and message == last else '') + message.content + '[/INST]' }}
     {%- elif message.tool_calls %}
-        {{- '[TOOL_CALLS] [' }}
+        {%- generation %}{{- '[TOOL_CALLS] [' }}
         {%- for call in message.tool_calls %}
             {%- if call.id | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}
             {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (', ' if not loop.last else ']') }}
         {%- endfor %}
-        {{- eos_token }}
+        {{- eos_token }}{%- endgeneration %}
     {%- elif message.role == 'assistant' %}
-        {{- ' ' + message.content + eos_token }}
+        {%- generation %}{{- ' ' + message.content + eos_token }}{%- endgeneration %}
     {%- else %}
         {{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}
 """
-
-
-def mistral(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
-    pieces: Pieces = [("<s>", False)]
-    system = ""
-    if messages[0]["role"] == "system":
-        system, messages = messages[0]["content"] + "\n\n" * bool(messages[0]["content"]), messages[1:]
-    last = [message for message in messages if message["role"] == "user"][-1]
-    for message in messages:
-        if message["role"] == "user":
-            if tools and message == last:
-                pieces.append((f"[AVAILABLE_TOOLS] {json.dumps(tools)}[/AVAILABLE_TOOLS]", False))
-            pieces.append((f"[INST] {system if message == last else ''}{message['content']}[/INST]", False))
-        elif message["role"] == "tool":
-            pieces.append((f"[TOOL_RESULTS] {message['content']}[/TOOL_RESULTS]", False))
-        elif "tool_calls" in message:
-            (one,) = message["tool_calls"]
-            function = json.dumps(one["function"], ensure_ascii=False)
-            pieces.append((f'[TOOL_CALLS] [{function[:-1]}, "id": "{one["id"]}"}}]</s>', True))
-        else:
-            pieces.append((f" {message['content']}</s>", True))
-    return pieces
 
 
 # --- tokenizers
@@ -366,52 +273,63 @@ def sentence_piece(special: Sequence[str], *, prefix: bool) -> TokenizerJson:
 @dataclass(frozen=True)
 class Family:
     template: str
-    tokenizer: Callable[[], TokenizerJson]
+    marked: str
+    """The same template, with marks around what the assistant writes."""
+    tokenizer: TokenizerJson
     named: dict[str, str]
     """Special tokens by role."""
-    pieces: Callable[[Sequence[Message], list[Any] | None], Pieces]
     conversations: dict[str, list[Message]]
 
     def save(self, folder: Path, template: str | None = None) -> Path:
         """A checkpoint's folder, without weights."""
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer(), **self.named)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer, **self.named)
         tokenizer.chat_template = self.template if template is None else template
         tokenizer.save_pretrained(folder)
         return folder
 
 
-def _chatml() -> TokenizerJson:
-    return byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+def unmarked(template: str) -> str:
+    return re.sub(r"\{%- (end)?generation %\}", "", template)
 
 
-def _llama3() -> TokenizerJson:
-    return byte_level(["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
-
-
-def _qwen3() -> TokenizerJson:
-    other = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-    return byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], other, nfc=True)
-
-
-def _gemma3() -> TokenizerJson:
-    return sentence_piece(["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], prefix=False)
-
-
-def _mistral() -> TokenizerJson:
-    names = ["INST", "TOOL_RESULTS", "AVAILABLE_TOOLS"]
-    brackets = [f"[{slash}{name}]" for name in names for slash in ("", "/")]
-    return sentence_piece(["<s>", "</s>", "[TOOL_CALLS]", *brackets], prefix=True)
-
+QWEN3 = unmarked(QWEN3_MARKED)
+CHATML = byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+HEADERS = ["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+THINKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+BRACKETS = [f"[{slash}{name}]" for name in ("INST", "TOOL_RESULTS", "AVAILABLE_TOOLS") for slash in ("", "/")]
+OF_CHATML = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 FAMILIES = {
-    "Llama 3": Family(LLAMA3, _llama3, {"bos_token": "<|begin|>", "eos_token": "<|eot_id|>"}, llama3, {**PLAIN, **WITH_TOOLS}),
-    "Qwen 3": Family(QWEN3, _qwen3, {"eos_token": "<|im_end|>"}, qwen3, {**PLAIN, **WITH_TOOLS, **THINKING}),
-    "Gemma 3": Family(GEMMA3, _gemma3, {"bos_token": "<bos>", "eos_token": "<eos>"}, gemma3, PLAIN),
-    "SmolLM2": Family(SMOLLM2, _chatml, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, smollm2, PLAIN),
-    "SmolLM2, marked": Family(
-        SMOLLM2_MARKED, _chatml, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, smollm2, PLAIN
+    "Llama 3": Family(
+        unmarked(LLAMA3_MARKED),
+        LLAMA3_MARKED,
+        byte_level(HEADERS),
+        {"bos_token": "<|begin|>", "eos_token": "<|eot_id|>"},
+        {**PLAIN, **WITH_TOOLS},
     ),
-    "Mistral": Family(MISTRAL, _mistral, {"bos_token": "<s>", "eos_token": "</s>"}, mistral, {**PLAIN, **WITH_TOOLS}),
+    "Qwen 3": Family(
+        QWEN3,
+        QWEN3_MARKED,
+        byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], THINKS, nfc=True),
+        {"eos_token": "<|im_end|>"},
+        {**PLAIN, **WITH_TOOLS, **THINKING},
+    ),
+    "Gemma 3": Family(
+        unmarked(GEMMA3_MARKED),
+        GEMMA3_MARKED,
+        sentence_piece(["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], prefix=False),
+        {"bos_token": "<bos>", "eos_token": "<eos>"},
+        PLAIN,
+    ),
+    "SmolLM2": Family(SMOLLM2, SMOLLM2_MARKED, CHATML, OF_CHATML, PLAIN),
+    "SmolLM2, marked": Family(SMOLLM2_MARKED, SMOLLM2_MARKED, CHATML, OF_CHATML, PLAIN),
+    "Mistral": Family(
+        unmarked(MISTRAL_MARKED),
+        MISTRAL_MARKED,
+        sentence_piece(["<s>", "</s>", "[TOOL_CALLS]", *BRACKETS], prefix=True),
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        {**PLAIN, **WITH_TOOLS},
+    ),
 }

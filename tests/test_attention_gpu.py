@@ -1,43 +1,35 @@
 """The attention benchmark: in a smoke test here, so that it is ready when there is a GPU, and its checks on one."""
 
 import csv
-import importlib.util
 import math
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import attention_checks
+import attention_gpu
 from longctx.attention.kernels import KERNELS, cpu
 from longctx.attention.segments import Segments
 
 
-@pytest.fixture
-def script(repository: Path) -> Iterator[ModuleType]:
-    """The benchmark as a module; kernels that it adds and its process group are gone afterwards."""
-    spec = importlib.util.spec_from_file_location("bench_attention_gpu", repository / "bench" / "attention_gpu.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    kernels = dict(KERNELS)
-    yield module
-    KERNELS.clear()
-    KERNELS.update(kernels)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+@pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that the benchmark adds are gone after every test, and tests that are not for a GPU see none."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with mock.patch.dict(KERNELS):
+        yield
 
 
-def run(script: ModuleType, patch: pytest.MonkeyPatch, out: Path, *options: str) -> None:
+def run(patch: pytest.MonkeyPatch, out: Path, *options: str) -> None:
     patch.setattr(sys, "argv", ["attention_gpu.py", "--out", str(out), *options])
-    script.main()
+    attention_gpu.main()
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -45,11 +37,8 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_smoke_on_the_cpu(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu", "--layers", "2")
+def test_smoke_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu", "--layers", "2")
     checks = table(tmp_path / "a-checks.csv")
     assert {row["mask"] for row in checks} == {"causal", "dense", "window", "window with sinks", "prefix"}
     assert {row["tensor"] for row in checks} == {"out", "dq", "dk", "dv"}
@@ -140,29 +129,24 @@ class Breaking(Off):
 
 
 @pytest.mark.parametrize("wrong", [Off, Unsteady, Merging])
-def test_a_wrong_kernel_is_not_timed(wrong: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_wrong_kernel_is_not_timed(wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, wrong.__name__, wrong())
     with pytest.raises(SystemExit, match=rf"these checks failed.*\nkernel {wrong.__name__}; mask"):
-        run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", wrong.__name__)
+        run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", wrong.__name__)
     (row,) = table(tmp_path / "a.csv")
     assert (row["kernel"], row["failed"], row["pairs"]) == (wrong.__name__, "not timed: wrong", "")
 
 
-def test_what_is_right_where_it_is_timed_is_timed(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_what_is_right_where_it_is_timed_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "Windowless", Windowless())
     with pytest.raises(SystemExit, match=r"mask window; .*no windows"):
-        run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Windowless")
+        run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Windowless")
     assert [row["failed"] for row in table(tmp_path / "a.csv")] == [""] * 12
 
 
-def test_a_cell_that_fails_leaves_its_reason_and_the_others_go_on(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_cell_that_fails_leaves_its_reason_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "Breaking", Breaking())
-    run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
+    run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
     rows = table(tmp_path / "a.csv")
     assert len({(row["tokens"], row["degree"], row["documents"]) for row in rows}) == len(rows) == 12
     failed = [row for row in rows if row["failed"]]
@@ -171,30 +155,27 @@ def test_a_cell_that_fails_leaves_its_reason_and_the_others_go_on(
     assert 0 < len(failed) < 12 and all(float(row["forward_ring"]) for row in rows if not row["failed"])
 
 
-def test_a_check_that_cannot_run_says_why(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unable(*_: Any) -> Any:
         raise RuntimeError("compiling failed")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(Breaking, "forward", staticmethod(unable))
     monkeypatch.setitem(KERNELS, "Breaking", Breaking())
     with pytest.raises(SystemExit, match="RuntimeError: compiling failed"):
-        run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
+        run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
     assert {row["mask"] for row in table(tmp_path / "a-checks.csv")} == set(attention_checks.masks(1))
     assert [row["failed"] for row in table(tmp_path / "a.csv")] == ["not timed: wrong"]
 
 
-def test_a_lost_gpu_leaves_a_row_and_ends_the_process(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_gpu_leaves_a_row_and_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    rows = script.Table(tmp_path / "a.csv", ["kernel", "tokens", "failed"], {})
+    rows = attention_gpu.Table(tmp_path / "a.csv", ["kernel", "tokens", "failed"], {})
     with (
         pytest.raises(SystemExit, match=r"GPU is unusable .*--append"),
-        script.failures(rows, torch.device("cuda"), kernel="triton", tokens=64),
+        attention_gpu.failures(rows, torch.device("cuda"), kernel="triton", tokens=64),
     ):
         lost()
     (row,) = table(tmp_path / "a.csv")
@@ -203,33 +184,29 @@ def test_a_lost_gpu_leaves_a_row_and_ends_the_process(
     assert list(rows.missing(cells, math.inf)) == cells[1:], "the next process goes on behind it"
 
 
-def test_what_tables_have_is_not_measured_again(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_what_tables_have_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smoke = ["--smoke", "--kernels", "cpu"]
     with pytest.raises(SystemExit):
-        run(script, monkeypatch, tmp_path / "a", *smoke, "--minutes", "0")
-    run(script, monkeypatch, tmp_path / "a", *smoke, "--append")
+        run(monkeypatch, tmp_path / "a", *smoke, "--minutes", "0")
+    run(monkeypatch, tmp_path / "a", *smoke, "--append")
     checks, times = table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv")
     assert len(checks) == 20 and [row["failed"] for row in times] == [""] * 12
-    run(script, monkeypatch, tmp_path / "a", *smoke, "--append")
+    run(monkeypatch, tmp_path / "a", *smoke, "--append")
     assert (checks, times) == (table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv"))
 
 
-def test_without_a_gpu_it_says_so(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(script, monkeypatch, tmp_path / "a")
+        run(monkeypatch, tmp_path / "a")
     assert "--smoke tests the script on a CPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_every_kernel_is_right_on_a_gpu(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_right_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 and with heads of 64 and 128 also those that take nothing else."""
-    run(script, monkeypatch, tmp_path / "a", "--smoke")
+    run(monkeypatch, tmp_path / "a", "--smoke")
     checks, times = table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv")
-    names = script.kernels_here(None, script.GPU_SMOKE, torch.device("cuda"))
+    names = attention_gpu.kernels_here(None, attention_gpu.GPU_SMOKE, torch.device("cuda"))
     assert {"triton", "torch's flash operators"} <= set(names) == {row["kernel"] for row in checks}
     assert all(row["right"] == "True" for row in checks)
     assert {row["kernel"] for row in times if not row["failed"]} == set(names)

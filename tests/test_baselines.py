@@ -44,15 +44,6 @@ def test_every_plan_is_sound(name: str, ranks: int, lengths: list[int]) -> None:
     assert all(is_power_of_two(degree) or degree == ranks for degree in plan.degrees)
 
 
-@pytest.mark.parametrize("name", OURS_TO_READ)
-def test_a_real_mix_is_planned_with_a_sensible_gap(name: str) -> None:
-    lengths = load_mix("wlb_128k").draw(256, seed=0)
-    plan = plan_baseline(name, lengths, ranks=16, tokens_per_rank=16384, profile=H100)
-    assert plan.winner == name
-    assert plan.gap < 0.5
-    assert plan.planning_ms > 0
-
-
 def test_megatron_main_is_the_real_class() -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     lengths = load_mix("wlb_128k").draw(256, seed=0)
@@ -143,10 +134,7 @@ def test_fixed_static_is_that_of_megatron(lengths: list[int], degree: int) -> No
     ("degree", "message"),
     [
         (3, "static:3 on 8 ranks: the degree must divide the number of ranks"),
-        (
-            2,
-            "does not hold the longest document of 9,000 tokens: 2 ranks with 4,096 tokens each hold 8,192; use degree 4 or",
-        ),
+        (2, "does not hold the longest document of 9,000 tokens: 2 ranks with 4,096 tokens each hold 8,192; use degree 4 or"),
         (16, "degree is 16: must be a whole number in 1..8"),
     ],
 )
@@ -180,4 +168,6 @@ def test_auto_is_ahead_of_every_baseline_where_documents_are_many() -> None:
     lengths = load_mix("wlb_128k").draw(256, seed=0)
     auto = make_plan(lengths, ranks=16, tokens_per_rank=16384, profile=H100)
     for name in OURS_TO_READ:
-        assert auto.makespan_s < plan_baseline(name, lengths, ranks=16, tokens_per_rank=16384, profile=H100).makespan_s, name
+        plan = plan_baseline(name, lengths, ranks=16, tokens_per_rank=16384, profile=H100)
+        assert (plan.winner, plan.gap < 0.5, plan.planning_ms > 0) == (name, True, True)
+        assert auto.makespan_s < plan.makespan_s, name

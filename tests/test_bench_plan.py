@@ -1,15 +1,14 @@
 """The planning benchmark, on few of its settings: its tables say what its CSV holds."""
 
 import csv
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+import plan as bench
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.mixes import load_mix
@@ -20,25 +19,14 @@ from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.step import Step
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
-SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "plan.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_plan", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # data classes look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_its_tables_are_those_of_its_rows(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan"
     options = ["--only", "(speedups|gaps) wlb_128k (6|8) ranks 4 documents", "--seeds", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    monkeypatch.setattr(sys, "argv", ["plan.py", *options])
     bench.main()
     with out.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -55,25 +43,33 @@ def test_its_tables_are_those_of_its_rows(
             shown = f"| {gaps[0]} | {gaps[1]} |" if row["table"] == "speedups" else f"| {gaps[0]} ({gaps[1]}) |"
             assert [line for line in lines if line.startswith(f"| wlb_128k | {row['ranks']} |") and shown in line]
     speedups = {row["planner"]: row for row in rows if row["table"] == "speedups"}
-    (found,) = (line.strip("| ").split(" | ") for line in lines if line.startswith("| wlb_128k | 8 | 4 |"))
-    over = [f"{float(speedups['auto'][name]):.2f}" for name in ("speedup_over_fixed", "speedup_over_best_static")]
+    (cells,) = (line.strip("| ").split(" | ") for line in lines if line.startswith("| wlb_128k | 8 | 4 |"))
+    auto = speedups["auto"]
+    over, single, static = (f"{float(auto[f'speedup_over_{name}']):.2f}" for name in ("fixed", "best_single", "best_static"))
     degree = speedups["fixed-static"]["winner"].removeprefix("static:")
-    assert (found[3], found[4], found[6]) == (degree, f"**{over[0]}**", over[1])
+    assert cells[3] == f"{int(auto['tokens']) / 1e6:.2f}M"
+    assert cells[4:6] == [degree, f"**{over}**"]
+    assert cells[7:9] == [f"{single} ({auto['best_single_degree']})", static]
     assert rows[0]["command"] in lines[-1] + lines[-2]
 
 
-def test_the_fixed_degree_is_that_of_the_longest_document_of_all_seeds(bench: ModuleType) -> None:
-    """32 ranks and a document each, 3 seeds: alone their steps would get several degrees, together all get the largest."""
-    steps = [load_mix("wlb_128k").draw(32, seed) for seed in range(3)]
-    alone = {fixed_degree(max(step), 32, bench.TOKENS_PER_RANK) for step in steps}
-    rows = {row.planner: row for row in bench.measure(bench.Setting("speedups", "wlb_128k", 32, 1), 3, H100)}
-    assert len(alone) > 1 and rows["fixed-static"].winner == f"static:{max(alone)}"
-    request = {"ranks": 32, "tokens_per_rank": bench.TOKENS_PER_RANK, "profile": H100, "degree": max(alone)}
-    plans = [plan_fixed_static(step, **request) for step in steps]
-    assert rows["fixed-static"].makespan_s == pytest.approx(sum(plan.makespan_s for plan in plans) / 3)
+def test_the_fixed_degree_is_that_of_the_longest_document_of_the_mix() -> None:
+    """32 ranks and a document each: the documents drawn would fit into a smaller degree; the best single degree is larger."""
+    steps = [load_mix("wlb_128k").draw(32, seed) for seed in range(2)]
+    assert max(fixed_degree(max(step), 32, bench.TOKENS_PER_RANK) for step in steps) < 8
+    result = bench.measure(bench.Setting("speedups", "wlb_128k", 32, 1), 2, H100)
+    request = {"ranks": 32, "tokens_per_rank": bench.TOKENS_PER_RANK, "profile": H100}
+    times = {d: [plan_fixed_static(step, **request, degree=d).makespan_s for step in steps] for d in (8, 16, 32)}
+    assert result["fixed-static"].winner == "static:8"
+    assert result["fixed-static"].makespan_s == pytest.approx(sum(times[8]) / 2)
+    best = min(times, key=lambda degree: sum(times[degree]))
+    assert result.single.best_single_degree == best > 8
+    auto = [make_plan(step, **request).makespan_s for step in steps]
+    gains = [single / own for single, own in zip(times[best], auto, strict=True)]
+    assert result.single.speedup_over_best_single == pytest.approx((gains[0] * gains[1]) ** 0.5)
 
 
-def test_documents_are_stretched_by_one_factor(bench: ModuleType) -> None:
+def test_documents_are_stretched_by_one_factor() -> None:
     assert bench.stretch([100, 3, 1], 1000) == [1000, 30, 10]
     assert bench.stretch([100, 3, 1], 10) == [10, 1, 1]
     assert bench.stretch([100, 3], None) == [100, 3]
@@ -82,7 +78,7 @@ def test_documents_are_stretched_by_one_factor(bench: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("documents", "most"), [(64, 0.03), (256, 0.025)])
-def test_few_long_documents_are_near_the_bound(bench: ModuleType, documents: int, most: float) -> None:
+def test_few_long_documents_are_near_the_bound(documents: int, most: float) -> None:
     """On 64 ranks, mean of five steps. With blocks of one rank alone, plans are slower."""
     steps = [Step(H100, np.array(bench.few_long(documents, seed)), 64, 16384) for seed in range(5)]
     plans = [make_plan(step.lengths.tolist(), ranks=64, tokens_per_rank=16384, profile=H100) for step in steps]
@@ -91,7 +87,7 @@ def test_few_long_documents_are_near_the_bound(bench: ModuleType, documents: int
     assert sum(search(step).makespan_ns for step in steps) < alone
 
 
-def test_the_gain_of_a_window_is_at_most_the_gaps_and_rounding(bench: ModuleType) -> None:
+def test_the_gain_of_a_window_is_at_most_the_gaps_and_rounding() -> None:
     """Steps of the same documents: a window's bound is that of each step, but for micro-batches that are partly empty."""
     same = bench.Setting("windows", "wlb_128k", 8, 2)
     plans = [make_plan(bench.draw(same, s), ranks=8, tokens_per_rank=16384, profile=H100) for s in range(8)]

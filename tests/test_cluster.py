@@ -1,6 +1,5 @@
 """The cluster of namespaces: arithmetic and tables everywhere; links, training and cleaning up where root may make it."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,26 +10,14 @@ import time
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import cluster
 import namespaces
 
-SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "cluster.py"
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_cluster", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-cluster = load_script()
+SCRIPT = Path(cluster.__file__)
 
 
 def can_make_namespaces() -> bool:
@@ -83,44 +70,6 @@ def test_what_the_machine_cannot_do(change: dict[str, Any], message: str, monkey
     monkeypatch.setattr(shutil, "which", lambda tool: tool if change.get("tools", True) else None)
     with pytest.raises(namespaces.ClusterError, match=message):
         namespaces.refuse_impossible(ranks=4, share=change.get("share", 0.01))
-
-
-def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
-    modes = [
-        {
-            "mode": mode,
-            "median_s": sorted(seconds)[len(seconds) // 2],
-            "total_s": sum(seconds),
-            "predicted_s": 1.0 if mode == "auto" else 3.0,
-            "prediction_error": 0.1,
-            "steps": [{"seconds": value, "predicted_s": 2.0 if mode == "auto" else 5.0} for value in seconds],
-        }
-        for mode, seconds in times.items()
-    ]
-    facts = {
-        "nodes": 2,
-        "ranks_per_node": 2,
-        "share_of_a_core": 0.25,
-        "network": "hardware",
-        "bytes_per_s_of_a_rank": 4e6,
-        "flops_at_start_before_and_after_comparison": [1e10, 2e10, 3e10],
-        "mix": "wlb_128k",
-        "scale": 16,
-        "longest": 8000,
-        "global_tokens": 12288,
-        "tokens_per_rank": 2048,
-    }
-    about = {"command": "python ...", "date": "2026-01-01", "machine": "M", "load_average": 1.0, "versions": {"torch": "2"}}
-    return {"about": about, "cluster": facts, "measured": {"modes": modes, "loss_difference": 2e-7}}
-
-
-def test_the_table_compares_with_the_fastest_single_degree() -> None:
-    times = {"auto": [2.0, 2.0, 4.0], "static": [3.0, 3.0, 3.0], "static:2": [9.0, 9.0, 9.0], "static:4": [4.0, 5.0, 6.0]}
-    row = next(line for line in cluster.page([result_of(times)]).splitlines() if line.startswith("| 2 × 2"))
-    assert "static:4, 5.00 s" in row
-    assert "**2.00×** (2.50×) | 1.88× (3.00×)" in row, "the median of 4/2, 5/2 and 6/4, and 15/8"
-    assert "1.50× (2.50×) | 1.12× (3.00×)" in row, "over the oracle: the median of 3/2, 3/2 and 3/4, and 9/8"
-    assert row.endswith("| 2e-07 | — | — |"), "an older result has no waits"
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -16,8 +14,9 @@ from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
+from longctx.planning.layout import Placement
 from longctx.training.objectives.objective import TokenMean
-from tests.data_cases import placed_plan, text_of, write_jsonl
+from tests.data_cases import placed_plan, text_of, write_jsonl, written
 from tests.template_cases import TOOLS, call
 
 ASKED, ANSWERED = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}
@@ -57,15 +56,7 @@ def documents(source: Path, **options: Any) -> list[Document]:
 @pytest.mark.parametrize(("kind", "record"), [(kind, record) for kind, records in RECORDS.items() for record in records])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
 def test_every_format_is_the_same_conversation(tmp_path: Path, kind: str, record: dict[str, Any], suffix: str) -> None:
-    import datasets
-
-    if suffix == "jsonl":
-        write_jsonl(tmp_path / "s", [record]).rename(tmp_path / "s.jsonl")
-    elif suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "s.parquet")
-    else:
-        datasets.Dataset.from_list([record]).save_to_disk(str(tmp_path / "s.dataset"))
-    (document,) = documents(tmp_path / f"s.{suffix}")
+    (document,) = documents(written(tmp_path, [record], suffix))
     assert (document.format, document.text, list(document.messages)) == (kind, None, [ASKED, ANSWERED])
     assert document.first_trained == (1 if isinstance(record.get("prompt"), list) else 0)
 
@@ -97,8 +88,7 @@ def test_tables_give_tool_calls_without_the_members_of_others(tmp_path: Path) ->
         {"role": "assistant", "tool_calls": [call("say", word="x")]},
     ]
     records = [{"messages": [ASKED, one]} for one in calls]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "s.parquet")
-    assert [document.messages[1] for document in documents(tmp_path / "s.parquet")] == calls
+    assert [document.messages[1] for document in documents(written(tmp_path, records, "parquet"))] == calls
 
 
 def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
@@ -160,7 +150,6 @@ def test_weights_are_stored(tmp_path: Path) -> None:
 
 def test_weights_reach_the_loss(tmp_path: Path) -> None:
     """A weight of n counts like n copies of the document."""
-    from longctx.planning.layout import Placement
 
     def plan(lengths: Any) -> Any:
         return placed_plan(lengths, 1, [[Placement(document, 0, 1) for document in range(len(lengths))]])
@@ -234,6 +223,9 @@ def test_examples_are_coloured_on_a_terminal(
     ("arguments", "says"),
     [
         (["--max-length", "1"], "--max-length is 1: must be at least 2"),
+        (["--workers", "0"], "--workers is 0"),
+        (["--source", "nowhere"], "source 'nowhere' does not exist"),
+        (["--vocab-size", "9"], "vocabulary size is 9"),
         (["--chat-template", "nowhere.jinja"], "--chat-template nowhere.jinja needs the special tokens of a checkpoint"),
         (["--tokenizer", "../nowhere/to/be"], "neither a file, nor a folder, nor a name on the hub"),
     ],
@@ -241,5 +233,6 @@ def test_examples_are_coloured_on_a_terminal(
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     source = write_jsonl(tmp_path / "s.jsonl", [{"messages": [ASKED, ANSWERED]}])
     assert main(["prepare", "--source", str(source), "--out", str(tmp_path / "out"), *arguments]) == 2
-    assert says in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("longctx prepare: error: ") and says in error
     assert not (tmp_path / "out").exists()

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from longctx.cli import main
-from longctx.data import IGNORED_LABEL
 from longctx.data.chat import ChatError
-from longctx.data.corpus import open_corpus
 from longctx.data.left_out import left_out
-from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError
-from tests.data_cases import write_jsonl
+from tests.data_cases import learnt, made, whole, write_jsonl
 from tests.template_cases import FAMILIES, QWEN3, SMOLLM2, SMOLLM2_MARKED, TOOLS, call, chat
 
 END = "<|im_end|>"
@@ -24,30 +21,6 @@ CALLING = [
     {"role": "tool", "name": "add", "content": "5", "tool_call_id": "abcdefghi"},
     {"role": "assistant", "content": "It is 5."},
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return {name: family.save(folder / name) for name, family in FAMILIES.items()}
-
-
-def made(checkpoint: Path, folder: Path, records: list[dict[str, Any]], template: str | None = None, **options: Any) -> Store:
-    if template is not None:
-        (folder / "t.jinja").write_text(template)
-        options["chat_template"] = str(folder / "t.jinja")
-    source = open_corpus(str(write_jsonl(folder / "s.jsonl", records)))
-    prepare(source, folder / "store", tokenizer=str(checkpoint), overwrite=True, **options)
-    return Store.open(folder / "store")
-
-
-def whole(store: Store, document: int = 0) -> str:
-    return store.tokenizer.decode(store.read(document, 0, int(store.lengths[document]))[0])
-
-
-def learnt(store: Store, document: int = 0) -> str:
-    _, labels = store.read(document, 0, int(store.lengths[document]))
-    return store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL)
 
 
 def applied(checkpoint: Path, messages: list[dict[str, Any]], template: str | None = None, **options: Any) -> str:
@@ -65,8 +38,9 @@ def applied(checkpoint: Path, messages: list[dict[str, Any]], template: str | No
 def test_a_template_of_roles_and_contents_leaves_out_tools(
     checkpoints: dict[str, Path], tmp_path: Path, template: str, train_on: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint, options = checkpoints["SmolLM2"], {"template": template, "train_on": train_on}
-    store = made(checkpoint, tmp_path, [{"messages": CALLING, "tools": TOOLS}, {"messages": chat("Q", "A")}], **options)
+    checkpoint = checkpoints["SmolLM2"]
+    options = {"tokenizer": checkpoint, "template": template, "train_on": train_on}
+    store = made(tmp_path, [{"messages": CALLING, "tools": TOOLS}, {"messages": chat("Q", "A")}], **options)
     names = ["name", "tool_call_id", "tool_calls", "tool_calls.id", "tools"]
     assert store.manifest.left_out == dict.fromkeys(names, 1)
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path), "--tokenizer", str(checkpoint)]
@@ -76,10 +50,10 @@ def test_a_template_of_roles_and_contents_leaves_out_tools(
     silent = [*CALLING[:2], {**CALLING[2], "content": ""}, *CALLING[3:]]
     says = r"s\.jsonl:1: message 2 would be an empty answer, as the chat template leaves out its tool_calls: use a template"
     with pytest.raises(ChatError, match=says):
-        made(checkpoint, tmp_path, [{"messages": silent}], **options)
+        made(tmp_path, [{"messages": silent}], **options)
     old = {"role": "assistant", "content": "", "function_call": CALLING[2]["tool_calls"][0]["function"]}
     with pytest.raises(ChatError, match=says.replace("message 2", "message 1")):
-        made(checkpoint, tmp_path, [{"messages": [*chat("Q"), old]}], **options)
+        made(tmp_path, [{"messages": [*chat("Q"), old]}], **options)
 
 
 def test_systems_and_results_of_tools_that_are_left_out(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -89,7 +63,7 @@ def test_systems_and_results_of_tools_that_are_left_out(checkpoints: dict[str, P
         "<|im_start|>{{ message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": CALLING}], template)
+    store = made(tmp_path, [{"messages": CALLING}], checkpoints["SmolLM2"], template)
     assert {"content of system messages", "content of tool messages", "tool_calls"} <= set(store.manifest.left_out)
     assert "content of assistant messages" not in store.manifest.left_out
     assert learnt(store) == f"I ask.{END}It is 5.{END}"
@@ -100,7 +74,7 @@ def test_nothing_is_named_that_is_there(checkpoints: dict[str, Path], tmp_path: 
     family = FAMILIES[name]
     records = [{"messages": messages, "tools": TOOLS} for messages in family.conversations.values() if messages[-1]["content"]]
     records = [record if "tool_calls" in str(record["messages"]) else {"messages": record["messages"]} for record in records]
-    missing = set(made(checkpoints[name], tmp_path, records).manifest.left_out)
+    missing = set(made(tmp_path, records, checkpoints[name]).manifest.left_out)
     assert missing <= {"name", "tool_call_id", "tool_calls.id", "reasoning", "reasoning_content"}, missing
     assert ("reasoning_content" in missing) == (name == "Qwen 3")
 
@@ -108,13 +82,13 @@ def test_nothing_is_named_that_is_there(checkpoints: dict[str, Path], tmp_path: 
 def test_reasoning_of_earlier_turns_is_named_and_not_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     conversations = FAMILIES["Qwen 3"].conversations
     for title, name in (("reasoning", "reasoning_content"), ("reasoning in the text", "reasoning")):
-        store = made(checkpoints["Qwen 3"], tmp_path, [{"messages": conversations[title]}])
+        store = made(tmp_path, [{"messages": conversations[title]}], checkpoints["Qwen 3"])
         assert store.manifest.left_out == {name: 1}
     alone = [*chat("Why?"), {"role": "assistant", "content": "", "reasoning_content": "Hm."}, *chat("And?", "So.")]
     with pytest.raises(
         ChatError, match="message 1 would be an empty answer, as the chat template leaves out its reasoning_content"
     ):
-        made(checkpoints["Qwen 3"], tmp_path, [{"messages": alone}])
+        made(tmp_path, [{"messages": alone}], checkpoints["Qwen 3"])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +158,7 @@ def test_a_refused_part_is_not_a_refused_conversation(
     """Also where the generation prompt has more text than an answer that is finished."""
     prompt = "<|im_start|>assistant\n{% endif %}"
     template = STRICT.replace(prompt, prompt.replace("\n", "\n<think>\n")) if thinking else STRICT
-    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": PARTS[title]}], template)
+    store = made(tmp_path, [{"messages": PARTS[title]}], checkpoints["SmolLM2"], template)
     assert whole(store) == applied(checkpoints["SmolLM2"], PARTS[title], template)
     answers = [message["content"] for message in PARTS[title] if message["role"] == "assistant"]
     assert learnt(store) == "".join(answer + END for answer in answers)
@@ -198,7 +172,7 @@ def test_answers_in_a_row_without_a_generation_prompt(checkpoints: dict[str, Pat
         "{{ '[INST] ' + message.content + '[/INST]' if message.role == 'user' else ' ' + message.content + eos_token }}"
         "{% endfor %}"
     )
-    store = made(checkpoints["Mistral"], tmp_path, [{"messages": messages}], template)
+    store = made(tmp_path, [{"messages": messages}], checkpoints["Mistral"], template)
     assert whole(store).replace(" ", "") == applied(checkpoints["Mistral"], messages, template).replace(" ", "")
     assert learnt(store).replace(" ", "") == "A</s>B</s>C</s>"
 
@@ -209,8 +183,8 @@ def test_a_turn_that_nothing_shows_is_refused_with_the_reason(checkpoints: dict[
     messages = PARTS["a system message before the answer"]
     says = r"s\.jsonl:1: .* does not show where the assistant's turn \(message 2\) .* \(a system message at the end\): use"
     with pytest.raises(ChatError, match=says):
-        made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template)
-    assert whole(made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template, train_on="all"))
+        made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], template)
+    assert whole(made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], template, train_on="all"))
 
 
 # --- arguments of tool calls
@@ -232,7 +206,7 @@ def test_a_template_that_takes_texts_gets_the_arguments_as_given(
 ) -> None:
     for tools in (None, TOOLS):
         record = {"messages": asked(arguments), **({"tools": tools} if tools else {})}
-        store = made(checkpoints["Qwen 3"], tmp_path, [record], AS_TEXT)
+        store = made(tmp_path, [record], checkpoints["Qwen 3"], AS_TEXT)
         assert whole(store) == applied(checkpoints["Qwen 3"], asked(arguments), AS_TEXT, tools=tools)
         assert learnt(store).endswith(whole(store).partition("<tool_call>")[2].rstrip())
 
@@ -257,7 +231,7 @@ def test_other_templates_get_objects_with_the_same_digits(
         "{% endgeneration %}\n{% endfor %}"
     )
     template = template if marked else QWEN3
-    store = made(checkpoints["Qwen 3"], tmp_path, [{"messages": asked(arguments)}], template)
+    store = made(tmp_path, [{"messages": asked(arguments)}], checkpoints["Qwen 3"], template)
     assert shown in whole(store) and shown in learnt(store)
     assert learnt(store).endswith(f"{shown}{END}" if marked else f"{shown}}}\n</tool_call>{END}")
     if arguments.startswith('{"a":2'):
@@ -265,7 +239,7 @@ def test_other_templates_get_objects_with_the_same_digits(
     turn = {"from": "function_call", "value": json.dumps({"name": "add"})[:-1] + f', "arguments": {shown}}}'}
     shared = [{"from": "human", "value": "Q"}, turn]
     if not marked:
-        assert shown in learnt(made(checkpoints["Qwen 3"], tmp_path, [{"conversations": shared}], template))
+        assert shown in learnt(made(tmp_path, [{"conversations": shared}], checkpoints["Qwen 3"], template))
 
 
 def test_a_template_that_writes_numbers_in_its_own_way_gets_numbers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -276,10 +250,10 @@ def test_a_template_that_writes_numbers_in_its_own_way_gets_numbers(checkpoints:
         "{{ key }}={% if value is string %}<q>{{ value }}<q>{% else %}{{ value }}{% endif %};{% endfor %}{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": asked('{"a": 5.50, "b": "x", "c": 2.5}')}], template)
+    store = made(tmp_path, [{"messages": asked('{"a": 5.50, "b": "x", "c": 2.5}')}], checkpoints["SmolLM2"], template)
     assert learnt(store) == f"adda=5.5;b=<q>x<q>;c=2.5;{END}"
     assert store.manifest.left_out == {"digits of tool_calls": 1}
-    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": asked('{"a": 5.5}')}], template)
+    store = made(tmp_path, [{"messages": asked('{"a": 5.5}')}], checkpoints["SmolLM2"], template)
     assert learnt(store) == f"adda=5.5;{END}" and not store.manifest.left_out
 
 
@@ -289,7 +263,7 @@ def test_an_empty_content_before_a_call(checkpoints: dict[str, Path], tmp_path: 
     messages = [*chat("Q"), {"role": "assistant", "content": content, "tool_calls": [call("add", a=2)]}]
     messages += [{"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}, *chat("And?", "So.")]
     template = QWEN3.replace("content or not loop.first", "(loop.first and content) or not loop.first")
-    store = made(checkpoints["Qwen 3"], tmp_path, [{"messages": messages}], template)
+    store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], template)
     assert whole(store) == applied(checkpoints["Qwen 3"], messages, template)
     begin = f"{content}\n" if content else ""
     call_of_add = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
@@ -304,7 +278,7 @@ def test_a_call_is_learnt_to_its_end_where_turns_have_none(checkpoints: dict[str
     )
     messages = [*asked({}), {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}]
     assert (
-        learnt(made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template))
+        learnt(made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], template))
         == "<call>add</call>It is 5.<|im_end|>"
     )
 
@@ -316,14 +290,14 @@ def test_roles_are_those_of_the_template(checkpoints: dict[str, Path], tmp_path:
     for role in ("developer", "critic"):
         messages = [{"role": role, "content": "Be brief."}, *chat("Q", "A")]
         named = SMOLLM2.replace("message.role != 'system'", f"message.role not in ['system', '{role}']")
-        store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], named)
+        store = made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], named)
         assert whole(store) == applied(checkpoints["SmolLM2"], messages, named)
         assert f"<|im_start|>{role}\nBe brief." in whole(store) and learnt(store) == f"A{END}"
     with pytest.raises(
         ChatError, match=r"s\.jsonl:1: message 0 has role 'critic': it must be one of .*, or in the chat template"
     ):
-        made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}])
-    store = made(checkpoints["Qwen 3"], tmp_path, [{"messages": [{"role": "developer", "content": "D."}, *chat("Q", "A")]}])
+        made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"])
+    store = made(tmp_path, [{"messages": [{"role": "developer", "content": "D."}, *chat("Q", "A")]}], checkpoints["Qwen 3"])
     assert store.manifest.left_out == {"content of developer messages": 1}
 
 
@@ -335,26 +309,26 @@ def test_a_prompt_may_begin_a_line_that_empty_reasoning_lacks(checkpoints: dict[
         "'\n' + message['content']", "'\n' + ('<think></think>' if message.role == 'assistant' else '') + message['content']"
     )
     template = template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
-    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": chat("Q", "A", "R", "B")}], template)
+    store = made(tmp_path, [{"messages": chat("Q", "A", "R", "B")}], checkpoints["SmolLM2"], template)
     assert learnt(store) == f"</think>A{END}</think>B{END}"
     template = template.replace(
         "'<think></think>'", "'<think>' + ('\n' + message.reasoning if message.reasoning else '') + '</think>'"
     )
     messages = [*chat("Q", "A", "R"), {"role": "assistant", "content": "B", "reasoning": "Hm."}]
-    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template)
+    store = made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], template)
     assert learnt(store) == f"</think>A{END}Hm.</think>B{END}"
 
 
 def test_the_loss_begins_where_the_generation_prompt_ends(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Qwen 3's empty reasoning is generated, unless the prompt contains it."""
     messages, block = chat("Q", "A"), "<think>\n\n</think>\n\n"
-    assert learnt(made(checkpoints["Qwen 3"], tmp_path, [{"messages": messages}])) == f"{block}A{END}"
-    store = made(checkpoints["Qwen 3"], tmp_path, [{"messages": messages}], template_variables={"enable_thinking": False})
+    assert learnt(made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"])) == f"{block}A{END}"
+    store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], template_variables={"enable_thinking": False})
     assert learnt(store) == f"A{END}" and block in whole(store)
     prompt = "'<|im_start|>assistant\\n' }}\n    {%- if enable"
     begun = QWEN3.replace(prompt, prompt.replace("assistant\\n", "assistant\\n<think>\\n"))
     assert begun != QWEN3
-    store = made(checkpoints["Qwen 3"], tmp_path, [{"messages": messages}], begun)
+    store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], begun)
     assert learnt(store).lstrip() == f"</think>\n\nA{END}" and store.manifest.straddling_tokens == 1  # one token is two lines
 
 
@@ -362,7 +336,7 @@ def test_variables_are_kept_for_exports(checkpoints: dict[str, Path], tmp_path: 
     messages = chat("Q", "A")
     template = "\n  {% if names %}{{ names[0] ~ names[1].k ~ deep ~ off ~ nothing }}\n{% endif %}" + SMOLLM2
     variables = {"names": ["ß'\"", {"k": 1}], "deep": 1.5, "off": False, "nothing": None}
-    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template, template_variables=variables)
+    store = made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], template, template_variables=variables)
     assert whole(store) == applied(checkpoints["SmolLM2"], messages, template, **variables)
     kept = (store.path / "tokenizer" / "chat_template.jinja").read_text()
     assert applied(checkpoints["SmolLM2"], messages, kept) == whole(store)
@@ -370,7 +344,7 @@ def test_variables_are_kept_for_exports(checkpoints: dict[str, Path], tmp_path: 
         checkpoints["SmolLM2"], messages, template, **{**variables, "deep": 2}
     )
     with pytest.raises(TokenizerError, match="--template-variables needs one chat template"):
-        made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], chat_template="chatml", template_variables=variables)
+        made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], chat_template="chatml", template_variables=variables)
 
 
 def test_variables_on_the_command_line(
@@ -388,7 +362,7 @@ def test_variables_on_the_command_line(
     for variables, says in (
         ("{", "--template-variables is not JSON"),
         ("[1]", "must be a JSON object"),
-        ('{"a b": 1}', "must be a"),
+        ('{"a b": 1}', "must"),
     ):
         assert main([*command, "--template-variables", variables]) == 2
         assert says in capsys.readouterr().err
@@ -397,7 +371,7 @@ def test_variables_on_the_command_line(
 def test_flags_that_are_off_are_named_like_those_that_are_on(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     question, answer = chat("Q", "A")
     records = [{"messages": [question, {**answer, "trainable": value}]} for value in (False, 0, True)]
-    assert made(checkpoints["Qwen 3"], tmp_path, records).manifest.left_out == {"trainable": 3}
+    assert made(tmp_path, records, checkpoints["Qwen 3"]).manifest.left_out == {"trainable": 3}
 
 
 @pytest.mark.parametrize("arguments", [{"level": 12345}, {"on": True}, {"a": {"b": 7.5}}])
@@ -408,6 +382,6 @@ def test_arguments_that_are_no_texts_are_looked_for(
         "message['content'] +", "message['content'] ~ (message.tool_calls or [])|map(attribute='function.name')|join +"
     )
     messages = [*chat("Q"), {"role": "assistant", "content": "I ask.", "tool_calls": [call("add", **arguments)]}]
-    assert "tool_calls" in made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], names_only).manifest.left_out
+    assert "tool_calls" in made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], names_only).manifest.left_out
     whole_calls = names_only.replace("|map(attribute='function.name')|join", "|map(attribute='function')|map('tojson')|join")
-    assert "tool_calls" not in made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], whole_calls).manifest.left_out
+    assert "tool_calls" not in made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], whole_calls).manifest.left_out

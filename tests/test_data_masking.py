@@ -172,11 +172,6 @@ def test_special_tokens_are_known() -> None:
     assert with_masks.ordinary.tolist() == list(range(256))
 
 
-def test_a_span_outside_a_document_is_refused(store: Store) -> None:
-    with pytest.raises(IndexError, match="document 1 has 2 tokens: no span 0:3"):
-        store.tokens(1, 0, 3)
-
-
 def test_the_store_itself_is_untouched(store: Store, tmp_path: Path) -> None:
     tokens, _ = store.tokens(0, 10, 20)
     tokens[:] = 0

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Store
 from longctx.training.validation import in_steps
-from tests.data_cases import text_of, write_jsonl
+from tests.data_cases import learnt, made, text_of, write_jsonl, written
 
 ASKED, GOOD, BAD = (
     {"role": role, "content": content} for role, content in (("user", "Hello"), ("assistant", "Hi."), ("assistant", "Go."))
@@ -41,17 +40,9 @@ def documents(source: Path) -> list[Document]:
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
 def test_every_form_is_the_same_pair(tmp_path: Path, record: dict[str, Any], suffix: str) -> None:
-    import datasets
-
-    if suffix == "jsonl":
-        write_jsonl(tmp_path / "s.jsonl", [record])
-    elif suffix == "parquet" and not isinstance(record["chosen"], type(record["rejected"])):
+    if suffix == "parquet" and not isinstance(record["chosen"], type(record["rejected"])):
         pytest.skip("a column has one type")
-    elif suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "s.parquet")
-    else:
-        datasets.Dataset.from_list([record]).save_to_disk(str(tmp_path / "s.dataset"))
-    chosen, rejected = documents(tmp_path / f"s.{suffix}")
+    chosen, rejected = documents(written(tmp_path, [record], suffix))
     assert [list(one.messages) for one in (chosen, rejected)] == [[ASKED, GOOD], [ASKED, BAD]]
     assert (chosen.first_trained, rejected.first_trained) == (1, 1)
     assert (chosen.format, rejected.format) == ("chosen-rejected",) * 2
@@ -65,14 +56,10 @@ def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
         {"chosen": [*before, GOOD, ASKED, {"role": "assistant", "content": "more"}], "rejected": [*before, BAD], "weight": 2},
         {"prompt": before[1:], "chosen": "Hi.", "rejected": "Go.", "system": "S"},
     ]
-    prepare(open_corpus(str(write_jsonl(tmp_path / "s.jsonl", records))), tmp_path / "store", tokenizer="bytes")
-    store = Store.open(tmp_path / "store")
-    learnt = []
-    for document in range(len(store)):
-        _, labels = store.read(document, 0, int(store.lengths[document]))
-        learnt.append(store.tokenizer.decode(label for label in labels.tolist() if label != -100))
+    store = made(tmp_path, records)
     end, last = "<|im_end|>", "<|im_end|>\n<|endoftext|>"
-    assert learnt == [f"Hi.{end}more{last}", f"Go.{last}", f"Hi.{last}", f"Go.{last}"]
+    texts = [learnt(store, document) for document in range(len(store))]
+    assert texts == [f"Hi.{end}more{last}", f"Go.{last}", f"Hi.{last}", f"Go.{last}"]
     assert store.weights.tolist() == [2, 2, 1, 1]
     assert list(store.names) == [f"s.jsonl:{line}#{side}" for line in (1, 2) for side in ("chosen", "rejected")]
     assert store.pairs and store.manifest.formats == {"chosen-rejected": 4}

@@ -4,46 +4,37 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from longctx.cli import main
-from longctx.data import IGNORED_LABEL
 from longctx.data.chat import ChatError
 from longctx.data.corpus import CorpusError, open_corpus
 from longctx.data.formats import Document
 from longctx.data.manifest import Manifest
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
-from tests.data_cases import write_jsonl
+from tests import data_cases
+from tests.data_cases import interrupt, written
 from tests.template_cases import FAMILIES, TOOLS, chat
 
 END = "<|im_end|>"
 FUNCTION = TOOLS[0]["function"]
 
 
-def written(folder: Path, records: list[dict[str, Any]], suffix: str = "jsonl") -> Path:
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / "s.parquet")
-        return folder / "s.parquet"
-    return write_jsonl(folder / "s.jsonl", records)
-
-
 def documents(folder: Path, *records: dict[str, Any]) -> list[Document]:
     return list(open_corpus(str(written(folder, list(records)))).documents())
 
 
-def made(folder: Path, records: list[dict[str, Any]], suffix: str = "jsonl", **options: Any) -> Store:
-    corpus = open_corpus(str(written(folder, records, suffix)))
-    prepare(corpus, folder / "store", **{"tokenizer": "bytes", "overwrite": True, **options})
-    return Store.open(folder / "store")
-
-
 def learnt(store: Store, document: int = 0) -> str:
     """Returns the text with loss, without the end of the document, which ChatML as text trains after a trained last answer."""
-    _, labels = store.read(document, 0, int(store.lengths[document]))
-    return store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL).removesuffix("\n<|endoftext|>")
+    return data_cases.learnt(store, document).removesuffix("\n<|endoftext|>")
+
+
+def made(folder: Path, records: list[dict[str, Any]], suffix: str = "jsonl", **options: Any) -> Store:
+    if suffix == "jsonl":
+        return data_cases.made(folder, records, **options)
+    prepare(open_corpus(str(written(folder, records, suffix))), folder / "store", tokenizer="bytes", overwrite=True, **options)
+    return Store.open(folder / "store")
 
 
 def flagged(flag: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -71,9 +62,9 @@ def test_a_message_without_loss_is_not_learnt(tmp_path: Path, flag: dict[str, An
     assert learnt(made(tmp_path, [flagged(opposite, kind)], suffix)) == f"bad{END}good{END}"
 
 
-@pytest.mark.parametrize("family", ["Llama 3", "Qwen 3", "Gemma 3", "SmolLM2", "SmolLM2, marked", "Mistral"])
-def test_templates_obey_it_too(tmp_path: Path, family: str) -> None:
-    checkpoint = str(FAMILIES[family].save(tmp_path / "checkpoint"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_templates_obey_it_too(tmp_path: Path, family: str, checkpoints: dict[str, Path]) -> None:
+    checkpoint = checkpoints[family]
     both = learnt(made(tmp_path, [{"messages": chat("Q", "bad", "Again", "good")}], tokenizer=checkpoint))
     one = learnt(made(tmp_path, [flagged({"weight": 0}, "messages")], tokenizer=checkpoint))
     assert "bad" not in one and both.endswith(one) and "good" in one and "bad" in both[: -len(one)]
@@ -147,6 +138,7 @@ def test_conversations_without_loss_are_dropped_and_counted(tmp_path: Path, caps
         {"instruction": "Q", "output": "bad", "kto_tag": False},
         {"messages": chat("Q", "bad"), "label": "False"},
         {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}], "label": 1},
+        *({"prompt": "Q", "completion": "bad", "label": mark} for mark in ("bad", "Undesirable", "No", -1)),
     ],
 )
 def test_an_answer_marked_as_bad_is_refused(
@@ -271,17 +263,11 @@ def test_a_call_by_its_old_name_is_a_tool_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
 def test_keys_that_are_not_used_are_counted(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import datasets
-
     records: list[dict[str, Any]] = [
         {"messages": chat("Q", "A"), "source": "web", "metadata": {"id": 3}, "text": "Q A"},
         {"messages": chat("Q", "B"), "source": "book", "metadata": {"id": 4}, "text": None},
     ]
-    if suffix == "dataset":
-        datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "s.dataset"))
-        source = tmp_path / "s.dataset"
-    else:
-        source = written(tmp_path, records, suffix)
+    source = written(tmp_path, records, suffix)
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
     assert "not used   metadata in 2, source in 2, text in 1 records" in capsys.readouterr().out
     assert Manifest.load(tmp_path / "store").unused == {"metadata": 2, "source": 2, "text": 1}
@@ -348,25 +334,27 @@ def test_stores_of_earlier_versions_are_valid_if_their_records_are_read_as_befor
     assert Manifest.load(out).reading == (1 if valid else 2)
 
 
-def test_counts_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_preparation_goes_on(
+    tmp_path: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same bytes and counts, also after conversations that were dropped."""
     monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
     monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 50)
-    asked, answered = chat("Q", "A " * 20)
-    records: list[dict[str, Any]] = [{"messages": [asked, {**answered, "name": "Bob"}], "id": 1} for _ in range(12)]
-    records[3]["messages"][1]["weight"] = 0
+    asked, *_ = chat("Q")
+    lengths = [200 if number % 3 == 0 else 20 for number in range(13)]
+    records = [{"messages": [asked, {"role": "assistant", "content": "A " * n, "name": "Bob"}], "id": 1} for n in lengths]
+    records[4]["messages"][1]["weight"] = 0
     corpus = open_corpus(str(written(tmp_path, records)))
-
-    def stop(stage: str, share: float) -> None:
-        if stage == "tokenizing" and share > 0.6:
-            raise KeyboardInterrupt
-
+    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300}
     with pytest.raises(KeyboardInterrupt):
-        prepare(corpus, tmp_path / "store", tokenizer="bytes", progress=stop)
+        prepare(corpus, tmp_path / "store", **options, progress=interrupt)
     assert list((tmp_path / "store.partial").glob("data-*.arrow"))
-    manifest = prepare(corpus, tmp_path / "store", tokenizer="bytes").manifest
-    assert (manifest.documents, manifest.untrained_documents) == (11, 1)
-    assert (manifest.unused, manifest.left_out) == ({"id": 12}, {"name": 11})
-    assert manifest == prepare(corpus, tmp_path / "whole", tokenizer="bytes").manifest
+    manifest = prepare(corpus, tmp_path / "store", **options).manifest
+    assert (manifest.documents, manifest.dropped_documents, manifest.untrained_documents) == (7, 5, 1)
+    assert (manifest.unused, manifest.left_out) == ({"id": 13}, {"name": 7})
+    assert manifest == prepare(corpus, tmp_path / "whole", **options).manifest, "with checksums of all files"
+    with pytest.raises(CorpusError, match=r"all 12 conversations of .* have more than 3 tokens: raise --max-length"):
+        prepare(corpus, tmp_path / "none", **{**options, "max_length": 3})
 
 
 def test_arguments_must_be_an_object_or_nothing(tmp_path: Path) -> None:
@@ -381,15 +369,17 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("record", "answer"),
+    "record",
     [
-        ({"prompt": "Q", "response": "good", "output": "log"}, "good<|im_end|>"),
-        ({"instruction": "Q", "output": "good", "completion": "other"}, "good<|im_end|>"),
+        {"prompt": "Q", "response": "good", "output": "log"},
+        {"instruction": "Q", "output": "good", "completion": "other"},
+        {"conversations": json.dumps([{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}]), "id": 7},
     ],
 )
-def test_the_answer_is_that_of_the_format(tmp_path: Path, record: dict[str, Any], answer: str) -> None:
+def test_the_answer_is_that_of_the_format(tmp_path: Path, record: dict[str, Any]) -> None:
+    """Conversations may be their JSON."""
     store = made(tmp_path, [record])
-    assert learnt(store) == answer and len(store.manifest.unused) == 1
+    assert learnt(store) == "good<|im_end|>" and len(store.manifest.unused) == 1
 
 
 SHARES = [{"from": "human", "value": "Q"}]
@@ -410,13 +400,3 @@ def test_pairs_of_sharegpt_and_alpaca(tmp_path: Path, record: dict[str, Any]) ->
     assert [learnt(store, number) for number in (0, 1)] == ["good<|im_end|>", "bad<|im_end|>"]
     tokens, _ = store.read(0, 0, int(store.lengths[0]))
     assert ("more" in store.tokenizer.decode(tokens)) == ("input" in record) and not store.manifest.unused
-
-
-def test_conversations_may_be_their_json(tmp_path: Path) -> None:
-    assert learnt(made(tmp_path, [{"conversations": json.dumps([*SHARES, GOOD])}])) == "good<|im_end|>"
-
-
-@pytest.mark.parametrize("mark", ["bad", "Undesirable", "No", -1])
-def test_words_for_bad_answers_are_refused(tmp_path: Path, mark: str | int) -> None:
-    with pytest.raises(CorpusError, match=r"`label` is .*, which may mark a bad answer"):
-        made(tmp_path, [{"prompt": "Q", "completion": "bad", "label": mark}])

@@ -26,8 +26,10 @@ def test_an_epoch_holds_every_token_once(lengths: list[int], max_length: int, se
         assert following == cursor + 1
         assert 1 <= piece.length <= max_length
         seen.update((piece.document, token) for token in range(piece.start, piece.stop))
+        assert piece.length == max_length or piece.stop == lengths[piece.document], "full pieces and a rest"
     assert seen == Counter((document, token) for document, length in enumerate(lengths) for token in range(length))
     assert subject.pieces == sum(-(-length // max_length) for length in lengths)
+    assert (subject.long, subject.dropped) == (sum(length > max_length for length in lengths), 0)
 
 
 @given(lengths=lengths_strategy, global_tokens=st.integers(1, 500), seed=st.integers(0, 9))
@@ -58,12 +60,6 @@ def test_any_cursor_can_be_gone_on_from(lengths: list[int], steps: int, seed: in
     assert fresh.step(0) == running.step(0)  # and back again
 
 
-def test_small_store_goes_round_within_a_step() -> None:
-    pieces, cursor = sampler([3, 4], global_tokens=20).step(0)
-    assert cursor == len(pieces) == 6  # 7 + 7 + 3 or 4, and then one more
-    assert Counter(piece.document for piece in pieces) == {0: 3, 1: 3}
-
-
 def test_every_epoch_and_seed_has_its_own_order() -> None:
     lengths = [1] * 50
 
@@ -79,20 +75,6 @@ def test_the_order_is_the_one_of_earlier_versions() -> None:
     # A run goes on with the documents that it would have had, also after NumPy or this file has changed.
     pieces, _ = sampler([10] * 8, global_tokens=80, seed=7).step(8)
     assert [piece.document for piece in pieces] == [6, 7, 2, 3, 5, 0, 1, 4]
-
-
-def test_long_documents_are_split_into_full_pieces_and_a_rest() -> None:
-    subject = sampler([25, 10, 11], global_tokens=1)
-    pieces = [subject.step(cursor)[0][0] for cursor in range(subject.pieces)]
-    assert sorted((piece.document, piece.start, piece.stop) for piece in pieces) == [
-        (0, 0, 10),
-        (0, 10, 20),
-        (0, 20, 25),
-        (1, 0, 10),
-        (2, 0, 10),
-        (2, 10, 11),
-    ]
-    assert (subject.long, subject.dropped) == (2, 0)
 
 
 def test_long_documents_are_dropped_with_a_count() -> None:

@@ -1,8 +1,7 @@
-"""Conversations rendered by a checkpoint's template: tokens equal those of transformers, and tokens to train on are those that
-a renderer written by hand attributes to the assistant."""
+"""Conversations rendered by a checkpoint's template: tokens equal those of transformers, and tokens to train on are those
+between generation marks of the same template, as transformers reads them."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.data import IGNORED_LABEL
 from longctx.data.chat import ChatError
-from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.corpus import open_corpus
 from longctx.data.manifest import StoreError
 from longctx.data.markup import Markup
 from longctx.data.prepare import prepare
@@ -22,16 +21,10 @@ from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.template import Template
 from longctx.data.tokenizer import TokenizerError
-from tests.data_cases import write_jsonl
-from tests.template_cases import FAMILIES, SMOLLM2, SMOLLM2_MARKED, TOOLS, Family, Pieces, call, chat
+from tests.data_cases import learnt, made, write_jsonl
+from tests.template_cases import FAMILIES, SMOLLM2, SMOLLM2_MARKED, TOOLS, Family, call, chat
 
 CASES = [(name, title) for name, family in FAMILIES.items() for title in family.conversations]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return {name: family.save(folder / name) for name, family in FAMILIES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +50,12 @@ def stores(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-def learnt_tokens(tokenizer: Any, pieces: Pieces) -> list[bool]:
-    """Returns which tokens of the joined pieces contain a character of the assistant, by the tokenizer's own offsets."""
-    written = [learnt for text, learnt in pieces for _ in text]
-    encoded = tokenizer("".join(text for text, _ in pieces), add_special_tokens=False, return_offsets_mapping=True)
-    return [any(written[start:stop]) for start, stop in encoded["offset_mapping"]]
+def transformed(tokenizer: Any, family: Family, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of a conversation, and which of them have a character of the assistant, by transformers."""
+    marked = {"chat_template": family.marked, "return_assistant_tokens_mask": True, "return_dict": True}
+    encoded = tokenizer.apply_chat_template(messages, tools=tools, **marked)
+    assert encoded["input_ids"] == tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+    return encoded["input_ids"], [bool(written) for written in encoded["assistant_masks"]]
 
 
 def read(store: Store, document: int) -> tuple[list[int], list[bool]]:
@@ -76,25 +70,8 @@ def test_tokens_are_those_of_transformers_and_the_assistants_are_learnt(
 ) -> None:
     family, given = FAMILIES[name], record(FAMILIES[name], title)
     tokens, trained = read(stores[name], list(family.conversations).index(title))
-    pieces = family.pieces(given["messages"], given.get("tools"))
-    options = {"tools": given.get("tools"), "return_dict": False}
-    assert "".join(text for text, _ in pieces) == loaded[name].apply_chat_template(given["messages"], tokenize=False, **options)
-    assert tokens == loaded[name].apply_chat_template(given["messages"], **options)
-    assert trained == learnt_tokens(loaded[name], pieces)
-    assert any(trained)
-
-
-def remade(checkpoints: dict[str, Path], folder: Path, conversations: list[dict[str, Any]], **options: Any) -> Store:
-    """Makes a store of conversations by SmolLM2's template, or another one in `options`."""
-    source = write_jsonl(folder / "s.jsonl", conversations)
-    family = options.pop("family", "SmolLM2")
-    prepare(open_corpus(str(source)), folder / "out", tokenizer=str(checkpoints[family]), overwrite=True, **options)
-    return Store.open(folder / "out")
-
-
-def learnt_text(store: Store, document: int = 0) -> str:
-    tokens, trained = read(store, document)
-    return store.tokenizer.decode(token for token, learnt in zip(tokens, trained, strict=True) if learnt)
+    assert (tokens, trained) == transformed(loaded[name], family, given["messages"], given.get("tools"))
+    assert any(trained) and not all(trained)
 
 
 TWO_TURNS = {"messages": chat("one", "two", "three", "four")}
@@ -102,30 +79,28 @@ TWO_TURNS = {"messages": chat("one", "two", "three", "four")}
 
 @pytest.mark.parametrize("family", ["SmolLM2", "SmolLM2, marked", "Qwen 3", "Mistral"])
 def test_the_last_turn_or_every_token(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
-    last = learnt_text(remade(checkpoints, tmp_path, [TWO_TURNS], train_on="last", family=family))
+    last = learnt(made(tmp_path, [TWO_TURNS], checkpoints[family], train_on="last"))
     assert last.strip().removeprefix("<think>\n\n</think>\n\n") in ("four<|im_end|>", "four</s>")
-    store = remade(checkpoints, tmp_path, [TWO_TURNS], train_on="all", family=family)
+    store = made(tmp_path, [TWO_TURNS], checkpoints[family], train_on="all")
     assert store.trained_tokens.tolist() == [store.lengths[0] - 1]
 
 
 @pytest.mark.parametrize("family", ["SmolLM2", "SmolLM2, marked"])
 def test_only_the_completion_is_learnt(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
     record = {"prompt": TWO_TURNS["messages"][:3], "completion": [{"role": "assistant", "content": "five"}]}
-    assert learnt_text(remade(checkpoints, tmp_path, [record], family=family)) == "five<|im_end|>"
+    assert learnt(made(tmp_path, [record], checkpoints[family])) == "five<|im_end|>"
 
 
 def test_a_template_that_looks_at_contents_is_split_by_prefixes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The template writes the length of each content, which private-use characters would change."""
-    (tmp_path / "long.jinja").write_text(
-        SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
-    )
-    store = remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "long.jinja"))
-    assert learnt_text(store) == "two3<|im_end|>four4<|im_end|>"
-    assert (store.path / "tokenizer" / "chat_template.jinja").read_text() == (tmp_path / "long.jinja").read_text()
+    template = SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
+    store = made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], template)
+    assert learnt(store) == "two3<|im_end|>four4<|im_end|>"
+    assert (store.path / "tokenizer" / "chat_template.jinja").read_text() == template
 
 
 @pytest.mark.parametrize(
-    ("end", "learnt"),
+    ("end", "shown"),
     [
         ("{% if loop.last %}<|im_end|>{% else %}\n{% endif %}", "twofour<|im_end|>"),
         ("{% if loop.last %}<|im_end|>{% else %}<|im_start|>{% endif %}", "twofour<|im_end|>"),
@@ -134,26 +109,23 @@ def test_a_template_that_looks_at_contents_is_split_by_prefixes(checkpoints: dic
     ],
     ids=["last turn only", "another special token", "nothing", "white space"],
 )
-def test_generation_stops_whatever_ends_a_turn(checkpoints: dict[str, Path], tmp_path: Path, end: str, learnt: str) -> None:
+def test_generation_stops_whatever_ends_a_turn(checkpoints: dict[str, Path], tmp_path: Path, end: str, shown: str) -> None:
     """Where a template does not end every turn, the end of the last one is learnt, or else that of the document."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + end + "{% endfor %}"
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    (tmp_path / "ends.jinja").write_text(template + prompt)
-    store = remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "ends.jinja"))
-    assert learnt_text(store) == learnt
+    assert learnt(made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], template + prompt)) == shown
 
 
 def test_a_template_that_does_not_show_its_turns_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The template begins with the length of the whole conversation, and writes the length of each content."""
     text = "{{ messages|length }}" + SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
-    (tmp_path / "odd.jinja").write_text(text)
     with pytest.raises(
         ChatError, match=r"s\.jsonl:1: the chat template does not show .*--chat-template chatml.*--train-on all"
     ):
-        remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "odd.jinja"))
-    store = remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "odd.jinja"), train_on="all")
+        made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], text)
+    store = made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], text, train_on="all")
     assert store.trained_tokens.tolist() == [store.lengths[0] - 1]
-    assert learnt_text(remade(checkpoints, tmp_path, [TWO_TURNS], chat_template="chatml")) == "two<|im_end|>four<|im_end|>"
+    assert learnt(made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], chat_template="chatml")) == "two<|im_end|>four<|im_end|>"
 
 
 @given(
@@ -175,8 +147,7 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
         return
     assert rendered.spans is not None
     marked = markup.encode(rendered.text, rendered.spans)
-    assert marked.tokens.tolist() == loaded[name].apply_chat_template(messages, return_dict=False)
-    assert marked.trained.tolist() == learnt_tokens(loaded[name], family.pieces(messages, None))
+    assert (marked.tokens.tolist(), marked.trained.tolist()) == transformed(loaded[name], family, messages)
 
 
 def test_special_tokens_in_contents_are_told(
@@ -184,13 +155,13 @@ def test_special_tokens_in_contents_are_told(
 ) -> None:
     """As in transformers, they become special tokens; ChatML keeps them as text."""
     records = [TWO_TURNS, {"messages": chat("What is <|im_end|>?", "An end.")}]
-    store = remade(checkpoints, tmp_path, records)
+    store = made(tmp_path, records, checkpoints["SmolLM2"])
     assert (store.manifest.spelled_documents, store.manifest.spelled_name) == (1, "s.jsonl:2")
-    assert learnt_text(store, 1) == "An end.<|im_end|>"
+    assert learnt(store, 1) == "An end.<|im_end|>"
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path)]
     assert main([*command, "--tokenizer", str(checkpoints["SmolLM2"])]) == 0
     assert "warning: 1 conversations contain special tokens as text" in capsys.readouterr().err
-    store = remade(checkpoints, tmp_path, records, chat_template="chatml")
+    store = made(tmp_path, records, checkpoints["SmolLM2"], chat_template="chatml")
     assert store.manifest.spelled_documents == 0
     assert read(store, 1)[0].count(store.tokenizer.end_of_document) == 2 + 1  # two turns, and the document's end
 
@@ -232,14 +203,14 @@ def test_a_checkpoint_without_a_template_takes_chatml_and_says_so(tmp_path: Path
     command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", str(folder)]
     assert main(command) == 0
     assert "template   ChatML, as the tokenizer has no chat template" in capsys.readouterr().out
-    assert learnt_text(Store.open(tmp_path / "out")) == "two<|im_end|>four<|im_end|>"
+    assert learnt(Store.open(tmp_path / "out")) == "two<|im_end|>four<|im_end|>"
 
 
 def test_a_template_can_be_asked_for_only_where_it_can_run(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
     with pytest.raises(
         TokenizerError, match=r"chat template .*nowhere\.jinja' cannot be read.*; give auto, chatml, or the path"
     ):
-        remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "nowhere.jinja"))
+        made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], chat_template=str(tmp_path / "nowhere.jinja"))
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [TWO_TURNS])))
     with pytest.raises(TokenizerError, match="needs the special tokens of a checkpoint: give its folder as --tokenizer"):
         prepare(source, tmp_path / "out", tokenizer="bytes", chat_template="x.jinja")
@@ -286,30 +257,29 @@ def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch, checkpoints
 def test_what_a_template_refuses_is_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     records = [TWO_TURNS, {"messages": TWO_TURNS["messages"][1:]}]
     with pytest.raises(ChatError, match=r"s\.jsonl:2: the chat template refuses .*TemplateError: roles must alternate"):
-        remade(checkpoints, tmp_path, records, family="Gemma 3")
+        made(tmp_path, records, checkpoints["Gemma 3"])
     records = [{"messages": [*chat("2 + 3?"), {"role": "assistant", "tool_calls": [call("add"), call("add")]}]}]
     with pytest.raises(ChatError, match=r"s\.jsonl:1: .*one call at a time"):
-        remade(checkpoints, tmp_path, records, family="Llama 3")
+        made(tmp_path, records, checkpoints["Llama 3"])
     with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 calls a tool, which ChatML does not support"):
-        remade(checkpoints, tmp_path, records, chat_template="chatml")
+        made(tmp_path, records, checkpoints["SmolLM2"], chat_template="chatml")
     with pytest.raises(ChatError, match=r"s\.jsonl:1: the record has tools, which ChatML does not support"):
-        remade(checkpoints, tmp_path, [{**TWO_TURNS, "tools": TOOLS}], chat_template="chatml")
+        made(tmp_path, [{**TWO_TURNS, "tools": TOOLS}], checkpoints["SmolLM2"], chat_template="chatml")
 
 
 def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     for template in ("auto", "chatml"):
         with pytest.raises(ChatError, match=r"s\.jsonl:2: the conversation has no assistant message"):
-            remade(checkpoints, tmp_path, [TWO_TURNS, {"messages": chat("one")}], chat_template=template)
+            made(tmp_path, [TWO_TURNS, {"messages": chat("one")}], checkpoints["SmolLM2"], chat_template=template)
     unmarked = "{% generation %}{% endgeneration %}{{ message['content'] + '<|im_end|>' }}"
     marked = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
     assert marked in SMOLLM2_MARKED
-    (tmp_path / "empty.jinja").write_text(SMOLLM2_MARKED.replace(marked, unmarked))
     with pytest.raises(ChatError, match=r"s\.jsonl:1: the template marks nothing of this conversation as generated"):
-        remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "empty.jinja"))
+        made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], SMOLLM2_MARKED.replace(marked, unmarked))
 
 
 def test_settings_are_part_of_the_request(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    store = remade(checkpoints, tmp_path, [TWO_TURNS])
+    store = made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"])
     source = open_corpus(str(tmp_path / "s.jsonl"))
     (tmp_path / "other.jinja").write_text(SMOLLM2 + "\n")
     asked: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"])}
@@ -328,40 +298,11 @@ def test_settings_are_part_of_the_request(checkpoints: dict[str, Path], tmp_path
         )
 
 
-def test_an_interrupted_preparation_goes_on(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_checkpoints_need_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after conversations that were dropped."""
-    monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
-    monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 50)
-    records = [{"messages": chat("one", "word " * (200 if number % 3 == 0 else number))} for number in range(12)]
-    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", records)))
-    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300}
-
-    def stop(stage: str, share: float) -> None:
-        if stage == "tokenizing" and share > 0.6:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(source, tmp_path / "out", **options, progress=stop)
-    assert list((tmp_path / "out.partial").glob("data-*.arrow"))
-    prepare(source, tmp_path / "out", **options)
-    whole = prepare(source, tmp_path / "whole", **options).manifest
-    assert (whole.documents, whole.dropped_documents) == (8, 4)
-    names = {str(file.relative_to(tmp_path / "whole")) for file in (tmp_path / "whole").rglob("*") if file.is_file()}
-    assert names == {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
-    for name in names:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    with pytest.raises(CorpusError, match=r"all 12 conversations of .* have more than 3 tokens: raise --max-length"):
-        prepare(source, tmp_path / "none", **{**options, "max_length": 3})
-
-
-def test_only_checkpoints_need_transformers(tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
     write_jsonl(tmp_path / "s.jsonl", [{"text": "some text"}, TWO_TURNS])
-    code = "import sys; sys.modules['transformers'] = None\nfrom longctx.cli import main\nsys.exit(main(sys.argv[1:]))"
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer"]
-    for tokenizer, status in (("bpe", 0), (str(tmp_path), 2)):
-        arguments = [sys.executable, "-c", code, *command, tokenizer]
-        done = subprocess.run(arguments, check=False, capture_output=True, text=True)
-        assert done.returncode == status, done.stderr
-    assert "needs transformers: pip install '.[huggingface]' in the folder of longctx's source code" in done.stderr
+    assert [main([*command, tokenizer]) for tokenizer in ("bpe", str(tmp_path))] == [0, 2]
+    assert "needs transformers: pip install '.[huggingface]' in the folder of longctx's source code" in capsys.readouterr().err

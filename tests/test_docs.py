@@ -1,23 +1,19 @@
 """README and docs: commands run or at least parse, links and anchors resolve, figures are those of bench/results."""
 
 import contextlib
-import csv
-import json
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import tomllib
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-import harness
+import figures
 import longctx
 from longctx import cli
 from longctx.config import ConfigError
@@ -124,7 +120,10 @@ def why_not_run(command: list[str]) -> str:
 
 
 def run(command: list[str], folder: Path, steps: int) -> str:
-    """Runs a command in `folder`, with `steps` small steps if it trains, and returns its output."""
+    """Runs a command in `folder`, with `steps` small steps if it trains, and returns its output.
+
+    Processes that it starts are made by the fork server of the tests; tests/test_launch.py starts torchrun.
+    """
     arguments, ranks = longctx_arguments(command), 1
     if command[0] == "torchrun":
         ranks = int(command[command.index("--nproc-per-node") + 1])
@@ -133,6 +132,10 @@ def run(command: list[str], folder: Path, steps: int) -> str:
         process = subprocess.run([sys.executable, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True)
         assert process.returncode == 0, f"{shlex.join(command)}\n{process.stdout}\n{process.stderr}"
         return process.stdout
+    if "--processes" in arguments:
+        at = arguments.index("--processes")
+        ranks = int(arguments[at + 1])
+        arguments = arguments[:at] + arguments[at + 2 :]
     if arguments[0] == "train":
         arguments += [] if "--profile-steps" in arguments else ["--train.steps", str(steps)]
         arguments += [] if "retrieval.yaml" in " ".join(command) else SMALL
@@ -173,9 +176,9 @@ def run_page(page: Path, folder: Path) -> list[str]:
 def test_the_tour_of_the_readme(folder: Path) -> None:
     outputs = run_page(README, folder)
     assert len(outputs) == 6
-    assert "step 2 loss" in outputs[2], "trains"
-    assert "from step 2" in outputs[3] and "step 3 loss" in outputs[3], "resumes"
-    assert (folder / "compare.html").exists()
+    assert "step 2 loss" in outputs[3], "trains"
+    assert "from step 2" in outputs[4] and "step 3 loss" in outputs[4], "resumes"
+    assert "64 ranks" in outputs[0] and "over the best static degree" in outputs[0], "compares"
 
 
 @pytest.mark.slow
@@ -242,7 +245,7 @@ def test_the_navigation_has_every_page() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text("utf-8").splitlines()) <= 150
+    assert len(README.read_text("utf-8").splitlines()) <= 110
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
@@ -272,108 +275,18 @@ def test_no_text_names_the_registrys_package_or_an_address_that_does_not_exist()
 # --- figures
 
 
-RESULTS = ["mix", "ranks", "documents", "fixed", "auto", "without barriers", "over best static", "bins", "best static"]
-RESULTS += ["plain static", "Megatron main", "Megatron dev", "FlexSP-like", "limit"]
-"""The first columns of bench/results/plan.md; documents are per rank."""
+def test_figures_are_those_of_the_benchmarks() -> None:
+    """`python bench/figures.py` writes them into the pages; nothing between its comments is written by hand."""
+    used = []
+    for page in figures.PAGES:
+        text = page.read_text("utf-8")
+        used += [block[2] for block in figures.BLOCK.finditer(text)]
+        assert figures.filled(text) == text, f"{page.name}: run `python bench/figures.py`"
+        changed = text.replace("1", "2")
+        assert figures.filled(changed) != changed
+    assert sorted(used) == sorted(figures.FIGURES)
 
 
-def results() -> list[dict[str, str]]:
-    """The rows of the first table of bench/results/plan.md."""
-    lines = (ROOT / "bench" / "results" / "plan.md").read_text("utf-8").splitlines()
-    table = lines[next(number for number, line in enumerate(lines) if line.startswith("| mix | ranks |")) + 2 :]
-    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table[: table.index("")]]
-    return [dict(zip(RESULTS, row[: len(RESULTS)], strict=True)) for row in rows]
-
-
-COLUMNS = ["auto", "without barriers", "over best static", "bins", "FlexSP-like", "Megatron dev", "Megatron main", "limit"]
-
-
-def test_modelled_speedups_are_those_of_the_benchmark() -> None:
-    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
-    rows = {f"{row['mix']}, {row['documents']}": row for row in results() if row["ranks"] == "64"}
-    quoted = re.findall(r"^\| (\w+, \d+) \|(.*)\|$", text, re.MULTILINE)
-    assert {name for name, _ in quoted} == set(rows)
-    for name, cells in quoted:
-        assert [cell.strip(" *") for cell in cells.split("|")] == [rows[name][column] for column in COLUMNS], name
-
-
-def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
-    readme = README.read_text("utf-8")
-    rows = [row for row in results() if row["ranks"] == "64"]
-    exact = [row for row in _speedups() if (row["ranks"], row["planner"]) == ("64", "auto")]
-    for column, digits in (("speedup_over_fixed", 1), ("speedup_over_best_static", 2)):
-        values = [float(row[column]) for row in exact]
-        assert f"{min(values):.{digits}f} to {max(values):.{digits}f}×" in readme
-    lowest = min(min(float(row["auto"]), float(row["without barriers"])) for row in rows)
-    assert f"{lowest:.2f} to" in readme
-    (example,) = [row for row in rows if (row["mix"], row["documents"]) == ("wlb_128k", "4")]
-    assert f"**{float(example['auto']):.1f}× as fast" in readme
-    assert f"the {float(example['auto']):.1f}× become {float(example['without barriers']):.1f}×" in readme
-
-
-def _speedups() -> list[dict[str, str]]:
-    """The rows of the first table as bench/results/plan.csv has them."""
-    with (ROOT / "bench" / "results" / "plan.csv").open() as file:
-        return [row for row in csv.DictReader(file) if row["table"] == "speedups"]
-
-
-def test_the_ranges_over_all_settings_are_those_of_the_benchmark() -> None:
-    rows = _speedups()
-    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
-    for documents in ("1", "4", "16"):
-        cells = []
-        for column in ("speedup_over_fixed", "speedup_over_best_static"):
-            for planner in ("auto", "bins"):
-                ours = [row for row in rows if (row["planner"], row["documents_a_rank"]) == (planner, documents)]
-                values = [float(row[column]) for row in ours]
-                cells.append(f"{min(values):.2f}, {statistics.median(values):.2f}, {max(values):.2f}")
-        cells.append(f"{sum(value > 1 for value in values)} of {len(values)}")
-        assert f"| {documents} | {' | '.join(cells)} |" in text
-
-
-def test_the_figures_of_32_ranks_are_those_of_the_benchmark() -> None:
-    text, readme = (ROOT / "docs" / "planning.md").read_text("utf-8"), README.read_text("utf-8")
-    section = text.partition("### Measured on 32 ranks")[2].partition("### Measured on emulated")[0]
-    head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    table = {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
-    names = {"static:8": "fixed static (degree 8)", "megatron-dev": "Megatron dev", "bins": "mode bins"}
-    names |= {"best static of every step": "the best static degree of every step"}
-    found: dict[str, list[float]] = {name: [] for name in names}
-    folder = ROOT / "bench" / "results"
-    results = [json.loads(path.read_text("utf-8")) for path in folder.glob("modelled-4x8-*.json")]
-    settings = [f"{result['cluster']['mix']}, {result['cluster']['documents_a_rank']}" for result in results]
-    assert sorted(settings) == sorted(head[1:])
-    for result, setting in zip(results, settings, strict=True):
-        modes = {mode["mode"]: mode for mode in result["measured"]["modes"]}
-        auto = modes["auto"]
-        assert len(auto["steps"]) == 10
-        assert table["dilation"][setting] == f"{result['cluster']['dilation']:g}"
-        assert table["step of auto, median"][setting] == f"{statistics.median(step['seconds'] for step in auto['steps']):.1f} s"
-        share = sum(step["slept_s"] for step in auto["steps"]) / auto["total_s"]
-        assert table["computing under auto, mean rank"][setting] == f"{share:.0%}".replace("%", " %")
-        for mode, values in modes.items():
-            name = names.get(mode, "auto")
-            error = f"{values['prediction_error']:+.1%}".replace("%", " %").replace("-", "−")
-            assert table[f"prediction error of {name}"][setting] == error
-            if mode != "auto":
-                median = harness.speedups(values, auto)[0]
-                assert table[f"auto over {name}"][setting].replace("**", "") == median
-                found[mode].append(float(median.partition("×")[0]))
-    for mode in ("static:8", "best static of every step"):
-        assert f"| {min(found[mode]):.2f} to {max(found[mode]):.2f}× |" in readme
-    within = [abs(mode["prediction_error"]) <= 0.1 for result in results for mode in result["measured"]["modes"]]
-    assert f"{sum(within)} of {len(within)} predictions are within 10 %" in section
-    for mix, documents in (("magi_192k", 1), ("magi_192k", 4), ("wlb_128k", 4), ("wlb_128k", 16)):
-        name = f"modelled-4x8-{mix}-{documents}.json"
-        first, again = ({mode["mode"]: mode for mode in _measured(folder / file)} for file in (name, f"again-{name}"))
-        for mode in first.keys() - {"auto", "megatron-dev"}:
-            figures = [harness.speedups(modes[mode], modes["auto"])[0].partition(" ")[0] for modes in (first, again)]
-            assert all(figure in re.split(rf"{mix} with {documents} documents?: ", section)[1] for figure in figures)
-    large = {mode["mode"]: mode for mode in _measured(folder / "short-modelled-8x8-magi_192k-1.json")}
-    assert f"had {harness.speedups(large['static:8'], large['auto'])[0]} over fixed static" in section
-
-
-def _measured(file: Path) -> list[dict[str, Any]]:
-    """Returns the modes that a run of `bench/cluster.py` measured."""
-    modes: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["measured"]["modes"]
-    return modes
+def test_every_emulated_run_in_the_results_is_shown() -> None:
+    shown = {*figures.EMULATED.values(), *figures.EMULATED_BESIDE_MEGATRON.values()}
+    assert {path.stem for path in figures.RESULTS.glob("modelled-*.json")} == shown

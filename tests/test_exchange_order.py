@@ -1,12 +1,11 @@
 """Messages of all ranks match in order and size, and cross the network once per node; checked without sending any.
 
-Every rank runs forward and backward alone, with an exchange that only records its messages, or the real one on a recorder.
+Every rank runs forward and backward alone, with the real exchange on a recorder of its messages.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,56 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.attention import Schedule, exchange
-from longctx.attention.exchange import Exchange, Rows
+from longctx.attention.exchange import Exchange
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.marks import examples
 from tests.test_attention import cases, masks, swapped
-
-
-@dataclass
-class Log:
-    """Records (peer, rows) of every message that one rank posts, in order."""
-
-    sent: list[tuple[int, int]] = field(default_factory=list)
-    received: list[tuple[int, int]] = field(default_factory=list)
-
-    def __call__(self, group: Any, where: str) -> "Log":
-        return self
-
-    def start(self, outgoing: list[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> "Arrived":
-        self.sent += [(peer, len(tensor)) for peer, tensor in outgoing]
-        self.received += rows
-        assert sum(count for _, count in rows) == len(incoming)
-        return Arrived(incoming.zero_())
-
-    def hold(self, *tensors: torch.Tensor) -> None: ...
-
-    def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        hops()
-        return lambda: None
-
-
-@dataclass
-class Arrived:
-    incoming: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.incoming
-
-
-def logs(case: Case) -> list[Log]:
-    made = []
-    for rank in range(case.ranks):
-        log = Log()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "is_initialized", lambda: True)
-            patch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
-            attention = case.attention(rank, log)
-        q, k, v, dout = (tensor[case.rows(rank)].requires_grad_() for tensor in case.inputs())
-        attention(q, k, v).backward(dout.detach())
-        made.append(log)
-    return made
 
 
 def varied(data: st.DataObject, case: Case) -> Case:
@@ -82,23 +36,8 @@ def varied(data: st.DataObject, case: Case) -> Case:
     return case
 
 
-@given(data=st.data(), case=cases(max_ranks=9))
-@settings(max_examples=examples(60), deadline=None)
-def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
-    """Each rank receives exactly the messages sent to it, in order; otherwise gloo aborts and NCCL hangs."""
-    case = varied(data, case)
-    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
-    awaited: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, log in enumerate(logs(case)):
-        for peer, rows in log.sent:
-            sent[rank, peer].append(rows)
-        for peer, rows in log.received:
-            awaited[peer, rank].append(rows)
-    assert sent == awaited
-
-
-Message = tuple[Any, int, int, int]
-"""(group, sender, receiver, number): the first message of a group between two ranks has number 0."""
+Message = tuple[Any, int, int, int, int]
+"""(group, sender, receiver, number, size): the first message of a group between two ranks has number 0."""
 ACROSS: Any = "group of messages between nodes"
 
 
@@ -131,7 +70,7 @@ class Batches:
             if operation is dist.irecv:
                 tensor.zero_()
             assert group == batch.group
-            batch.messages.add((*ends, self.counts[ends]))
+            batch.messages.add((*ends, self.counts[ends], tensor.numel()))
             self.counts[ends] += 1
         self.posted.append(batch)
         return [SimpleNamespace(wait=lambda: self.waited.add(number))]
@@ -174,9 +113,11 @@ def left_over(posted: list[list[Batch]], *, in_order: bool = False) -> int:
 
 
 @given(data=st.data(), case=cases(max_ranks=9))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_rounds_meet(data: st.DataObject, case: Case) -> None:
-    """No rank waits for ever if it must end a batch before the next of its group, as in a stream of NCCL, or before the next of
+    """Each rank receives exactly the messages sent to it, in order and size: otherwise gloo aborts and NCCL hangs.
+
+    No rank waits for ever if it must end a batch before the next of its group, as in a stream of NCCL, or before the next of
     any group, as in one queue of a GPU. Batches have at most the cap.
     """
     case = replace(varied(data, case), across=data.draw(st.sampled_from([None, ACROSS])))
@@ -188,13 +129,12 @@ def test_rounds_meet(data: st.DataObject, case: Case) -> None:
     assert left_over(deepcopy(posted), in_order=True) == left_over(posted) == 0
 
 
-@pytest.mark.parametrize("ranks", [16, 24])
-def test_messages_between_nodes_do_not_wait_for_those_inside(ranks: int) -> None:
+def test_messages_between_nodes_do_not_wait_for_those_inside() -> None:
     """They have a communicator of their own, and the first ones are posted before anything is waited for."""
-    case = Case(ranks, (160 * ranks,), (Placement(0, 0, ranks),), ranks_per_node=8, across=ACROSS, exchange_rounds=2)
+    case = Case(24, (3840,), (Placement(0, 0, 24),), ranks_per_node=8, across=ACROSS, exchange_rounds=2)
     for rank, posted in enumerate(batches(case)):
         for batch in posted:
-            crosses = {sender // 8 != receiver // 8 for _, sender, receiver, _ in batch.messages}
+            crosses = {sender // 8 != receiver // 8 for _, sender, receiver, _, _ in batch.messages}
             assert crosses == {batch.group == ACROSS}
         first = [batch.group for batch in posted if not batch.after]
         assert first[:2] == [None, ACROSS], f"rank {rank}"
@@ -255,21 +195,3 @@ def test_rows_cross_the_network_once_a_node(
         mine[torch.cat(rows[node * per_node : (node + 1) * per_node])] = True
         seen = case.mask.visible(0, length)[mine].any(dim=0)
         assert crossing[node] == (seen & ~mine).sum()
-
-
-def test_two_levels_move_a_fraction_over_the_network() -> None:
-    """At degree 16 over two nodes of 8, each rank would fetch from 8 ranks of the other node, instead of one copy per node."""
-    case = Case(16, (3200,), (Placement(0, 0, 16),))
-
-    def crossing(ranks_per_node: int | None) -> int:
-        schedules = [Schedule.build(case.layout(rank), ranks_per_node=ranks_per_node) for rank in range(16)]
-        return sum(
-            count
-            for rank, schedule in enumerate(schedules)
-            for round_ in schedule.rounds
-            for hop in round_.hops
-            for peer, count in hop.receives
-            if peer // 8 != rank // 8
-        )
-
-    assert crossing(None) / crossing(8) == pytest.approx(8, rel=0.15)

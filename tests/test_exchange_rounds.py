@@ -28,6 +28,11 @@ HIDING = replace(H100, overlap=1.0, attention_efficiency=((64, 1.0),))
 """All computation hides messages, and kernels are as efficient on all documents: as on the virtual clock."""
 
 
+def one_ring(degree: int) -> Assignment:
+    """A document on the first ranks."""
+    return Assignment(*(np.array([x]) for x in (0, 0, degree)), np.array([False]))
+
+
 class VirtualClock:
     """Runs one rank of ring attention in virtual nanoseconds: kernels and messages advance the time, nothing else does."""
 
@@ -149,8 +154,8 @@ def waits_as_predicted(
 def test_predicted_waits_are_about_those_of_the_runtime(
     case: tuple[HardwareProfile, list[int], Assignment, int, Integers],
 ) -> None:
-    """Most exactly; least where two kinds of rings share links that are far too slow."""
-    waits_as_predicted(*case, error=0.2)
+    """Most exactly; least in short rings over nodes, and where two kinds of rings share links that are far too slow."""
+    waits_as_predicted(*case, error=0.25)
 
 
 @given(cases())
@@ -176,7 +181,7 @@ def test_a_ring_in_a_node_waits_as_long_with_two_exchange_levels(
     degree: int, tokens: int, speed: float, query_share: float
 ) -> None:
     """Queries hide the return of its gradients, although those of rings across nodes take two hops."""
-    ring = Assignment(*(np.array([x]) for x in (0, 0, degree)), np.array([False]))
+    ring = one_ring(degree)
     links = replace(HIDING, query_share=query_share, intra_node_bytes_per_s=H100.intra_node_bytes_per_s * speed)
     one_level, two_levels = (
         waits_as_predicted(replace(links, exchange_levels=levels), [2 * degree * tokens], ring, degree // 2, np.array([1]))
@@ -189,7 +194,7 @@ def test_a_ring_in_a_node_waits_as_long_with_two_exchange_levels(
 @settings(max_examples=examples(20), deadline=None)
 def test_queries_hide_both_hops_of_returning_gradients(node: int, tokens: int, rounds: int) -> None:
     """They travel beside the queries' backward: first to the relay, which adds them up, and then across nodes."""
-    ring = Assignment(*(np.array([x]) for x in (0, 0, 2 * node)), np.array([False]))
+    ring = one_ring(2 * node)
     profile = replace(HIDING, ranks_per_node=node, exchange_levels=2, attention_s_per_token2=1e-6)
 
     def waits(query_share: float) -> float:
@@ -202,7 +207,7 @@ def test_queries_hide_both_hops_of_returning_gradients(node: int, tokens: int, r
 
 def test_on_one_communicator_messages_between_nodes_wait_longer_than_predicted() -> None:
     """NCCL runs its batches one after the other: those of the own node first, then those of others."""
-    ring, two_rounds = Assignment(*(np.array([x]) for x in (0, 0, 16)), np.array([False])), np.array([2])
+    ring, two_rounds = one_ring(16), np.array([2])
     slow = replace(HIDING, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 5)
     predicted = waits_as_predicted(slow, [160_000], ring, 3, two_rounds)
     assert waited(slow, [160_000], ring, 3, two_rounds, across=None)[0] > 1.1 * predicted > 0
@@ -211,7 +216,7 @@ def test_on_one_communicator_messages_between_nodes_wait_longer_than_predicted()
 def test_the_planner_takes_the_rounds_that_hide_the_exchange() -> None:
     """A document over two nodes waits less in several rounds, which cost more where they hide nothing."""
     lengths = np.array([120_000])
-    over_two_nodes = Assignment(*(np.array([x]) for x in (0, 0, 16)), np.array([False]))
+    over_two_nodes = one_ring(16)
 
     def chosen(profile: HardwareProfile, most: int | None = None, ring: Assignment = over_two_nodes) -> int:
         plain = score(profile, lengths, ring, 16)
@@ -241,7 +246,7 @@ def test_the_planner_takes_the_rounds_that_hide_the_exchange() -> None:
 
 @pytest.mark.parametrize(("levels", "nodes", "tokens", "slower"), [(1, 1, 20, 4), (1, 4, 40, 1), (2, 2, 10, 4), (2, 2, 40, 1)])
 def test_the_chosen_rounds_are_the_fastest_on_the_virtual_clock(levels: int, nodes: int, tokens: int, slower: int) -> None:
-    ring = Assignment(*(np.array([x]) for x in (0, 0, 8 * nodes)), np.array([False]))
+    ring = one_ring(8 * nodes)
     profile = replace(HIDING, exchange_levels=levels, intra_node_bytes_per_s=H100.intra_node_bytes_per_s / slower)
     lengths = np.array([16 * nodes * 12 * tokens])
     plain = score(profile, lengths, ring, 8 * nodes)

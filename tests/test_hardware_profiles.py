@@ -53,7 +53,7 @@ def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
         ({"latency": 1}, "unknown latency"),
         (
             {"linear_s_per_token": 0, "inter_node_bytes_per_s": -1},
-            "linear_s_per_token is 0: must be a positive number; inter_node_bytes_per_s is -1: must be a positive number",
+            "linear_s_.* is 0: must be a positive number; inter_.*-1",
         ),
         ({"latency_s": -0.5}, "latency_s is -0.5: must be a number ≥ 0"),
         ({"overlap": "much"}, r"overlap is 'much': must be in \[0, 1\]"),
@@ -61,10 +61,7 @@ def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
         ({"ranks_per_node": 2.5}, "ranks_per_node is 2.5: must be a whole number"),
         ({"attention_efficiency": 0.5}, "attention_efficiency is 0.5: must be a list"),
         ({"attention_efficiency": [[64, 0.5], [32, 0.6]]}, r".*tokens \[64, 32\] must be ≥ 1 and strictly ascending"),
-        (
-            {"attention_efficiency": [[64, 0.5], [128, 0.4]]},
-            ".* fall as documents get longer.*replace each value with the maximum so far",
-        ),
+        ({"attention_efficiency": [[64, 0.5], [128, 0.4]]}, ".* fall .* longer.*replace each value with the maximum so far"),
     ],
 )
 def test_errors_name_the_file_and_the_constant(tmp_path: Path, change: dict[str, Any], message: str) -> None:

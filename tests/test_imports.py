@@ -6,6 +6,7 @@ Also who may touch process groups, torch.distributed and the environment, so tha
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -37,6 +38,7 @@ MAY_IMPORT = {
     "profiling": CORE | {"training"},
     "plots": {"errors", "units", "step_log", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
+    "trainers": {"errors", "planning", "attention", "data", "training"},
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
     "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml"},
@@ -122,12 +124,14 @@ def test_the_modules_are_found() -> None:
     assert {"longctx", "longctx.cli", "longctx.attention", "longctx.data", "longctx.planning.plan"} <= set(MODULES)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if part(name)])
-def test_imports_point_one_way(name: str) -> None:
-    own = part(name)
-    assert own in MAY_IMPORT, f"{own} is a new part: say in MAY_IMPORT what it may import"
-    used = {other for module in imports(name) if module in MODULES and (other := part(module))}
-    assert used <= {own, *MAY_IMPORT[own]}, f"{name} may not import {sorted(used - MAY_IMPORT[own] - {own})}"
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for name in filter(part, MODULES):
+        own = part(name)
+        assert own in MAY_IMPORT, f"{own} is a new part: say in MAY_IMPORT what it may import"
+        used = {other for module in imports(name) if module in MODULES and (other := part(module))}
+        wrong += [f"{name} may not import {other}" for other in sorted(used - MAY_IMPORT[own] - {own})]
+    assert not wrong
 
 
 def test_no_two_folders_import_each_other() -> None:
@@ -147,21 +151,18 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(f"a circle of imports: {' → '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if part(name) == "planning"])
-def test_planning_needs_only_numpy_and_yaml(name: str) -> None:
-    outside = {module.split(".")[0] for module in imports(name)} - sys.stdlib_module_names
-    assert outside <= {"longctx", "numpy", "yaml"}
+def test_planning_needs_only_numpy() -> None:
+    """And PyYAML, by longctx.safe_yaml."""
+    names = [name for name in MODULES if part(name) == "planning"]
+    outside = {module.split(".")[0] for name in names for module in imports(name)} - sys.stdlib_module_names
+    assert outside == {"longctx", "numpy"}
 
 
-@pytest.mark.parametrize(
-    "module", ["longctx.planning.planners.planner", "longctx.planning.plan", "longctx.cli", "longctx.config"]
-)
-def test_importing_it_leaves_torch_and_data_sets_out(module: str) -> None:
-    code = f"import sys, {module}; print(*sys.modules)"
+def test_importing_it_leaves_torch_and_data_sets_out() -> None:
+    """`import longctx` and plans leave out pydantic too: tests/test_public.py."""
+    code = "import sys, longctx.planning.plan, longctx.cli, longctx.config; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    heavy = {"torch", "datasets"} | ({"pydantic"} if module.startswith("longctx.planning") else set())
-    assert module in loaded
-    assert not heavy & set(loaded)
+    assert "longctx.config" in loaded and not {"torch", "datasets"} & set(loaded)
 
 
 LIGHT = [name for name in MODULES if part(name) in ("attention", "planning", "errors")] + ["longctx.data.packing"]
@@ -170,12 +171,14 @@ LIGHT = [name for name in MODULES if part(name) in ("attention", "planning", "er
 
 def test_the_parts_for_other_trainers_need_nothing_of_ours() -> None:
     """Only torch, numpy and pyyaml: not the trainer's dependencies, and no extras. A kernel's library may be missing."""
-    blocked = "pydantic datasets pyarrow tokenizers matplotlib tensorboard rich transformers flash_attn megatron scipy pandas"
+    blocked = (
+        "triton pydantic datasets pyarrow tokenizers matplotlib tensorboard rich transformers flash_attn megatron scipy pandas"
+    )
     code = f"""
 import importlib, sys
 for name in {blocked.split()}:
     sys.modules[name] = None
-for name in {[name for name in LIGHT if not name.startswith("longctx.attention.kernels.triton")]}:
+for name in {[name for name in LIGHT if "triton" not in name and "merge_device" not in name]}:
     importlib.import_module(name)
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -190,7 +193,9 @@ def test_the_model_knows_nothing_of_processes() -> None:
 
 
 def test_only_the_mesh_makes_process_groups() -> None:
-    assert users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= {"longctx.parallel.mesh"}
+    """But for the group inside a trainer of transformers, whose processes accelerate has joined."""
+    makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic"}
+    assert users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= makers
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -206,8 +211,15 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert readers <= {f"longctx.parallel.{module}" for module in ("environment", "device", "mesh", "meeting")}
 
 
-@pytest.mark.parametrize("name", ["attention", "data"])
-def test_bare_names_of_the_top_folders_are_refused(name: str) -> None:
-    process = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode != 0
-    assert f"import this package as `longctx.{name}`" in process.stderr
+def test_bare_names_of_the_top_folders_are_refused() -> None:
+    code = "\n".join(f"try: import {name}\nexcept ImportError as error: print(error)" for name in ("attention", "data"))
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in ("attention", "data"):
+        assert f"import this package as `longctx.{name}`" in process.stdout
+
+
+def test_the_wheel_lists_every_folder_of_modules() -> None:
+    """tests/test_wheel.py builds it."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in MODULES.items()}
+    assert sorted(listed) == sorted(folders | {"longctx.planning.profiles", "longctx.comparison.mixes"}), "two have files alone"

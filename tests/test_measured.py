@@ -122,7 +122,6 @@ def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, wa
         (["--mix", "wlb_128k", "--train.steps", "3"], "--train.steps requires --measure"),
         (["--measure", "nowhere.yaml"], "nowhere.yaml"),
         (["--measure", "nowhere.yaml", "--ranks", "8"], "--ranks is not supported with --measure"),
-        (["--measure", "nowhere.yaml", "--profile", "my.yaml"], "--profile is not supported with --measure"),
         (["--measure", "nowhere.yaml", "--out", "no/folder/here.json"], "does not exist"),
     ],
 )

@@ -17,40 +17,29 @@ H100 = HardwareProfile.load("h100-nvlink-ib")
 
 @pytest.fixture
 def plan() -> Plan:
-    placements = ((Placement(0, 0, 4), Placement(1, 0, 1)), (Placement(2, 2, 2),))
-    return Plan("auto", "search", 4, 100, (300, 20, 150), placements, H100)
+    """A sound plan."""
+    made = Plan("auto", "search", 4, 100, (300, 20, 150), (tuple(FIRST), tuple(SECOND)), H100)
+    check_plan(made)
+    return made
 
 
-def test_a_sound_plan_passes(plan: Plan) -> None:
-    check_plan(plan)
+FIRST, SECOND = [Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2)]
 
 
 @pytest.mark.parametrize(
     ("micro_batches", "message"),
     [
-        (
-            [[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2), Placement(1, 0, 1)]],
-            "document 1 is placed 2 times.*0, 1",
-        ),
-        ([[Placement(0, 0, 4)], [Placement(2, 2, 2)]], "document 1 is in no micro-batch"),
-        ([[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 3, 2)]], "document 2 in micro-batch 1 .*ranks 3 to 4.*has 4"),
-        ([[Placement(0, 0, 4), Placement(1, 4, 1)], [Placement(2, 2, 2)]], "document 1 in micro-batch 0 .*ranks 4 to 4"),
-        ([[Placement(0, 0, 4), Placement(1, -1, 1)], [Placement(2, 2, 2)]], "document 1 in micro-batch 0 is malformed.*-1"),
-        (
-            [[Placement(0, 0, 4), Placement(1, 0, 0)], [Placement(2, 2, 2)]],
-            "document 1 in micro-batch 0 is malformed.*degree 0",
-        ),
-        ([[Placement(0, 0, 4), Placement(3, 0, 1)], [Placement(2, 2, 2)]], "document 3 in micro-batch 0 does not exist"),
-        (
-            [[Placement(0, 0, 3), Placement(1, 0, 1)], [Placement(2, 2, 2)]],
-            r"rank 0 holds 120 tokens in micro-batch 0 .*\[0, 1\].*100",
-        ),
-        ([[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 1)]], "rank 2 holds 150 tokens in micro-batch 1"),
-        ([[Placement(0, 0, 4), Placement(1, 0, 1)], []], "micro-batch 1 has no document"),
-        (
-            [[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2, rounds=0)]],
-            "document 2 in micro-batch 1 has 0 exchange rounds",
-        ),
+        ([FIRST, [*SECOND, Placement(1, 0, 1)]], "document 1 is placed 2 times.*0, 1"),
+        ([FIRST[:1], SECOND], "document 1 is in no micro-batch"),
+        ([FIRST, [Placement(2, 3, 2)]], "document 2 in micro-batch 1 .*ranks 3 to 4.*has 4"),
+        ([[FIRST[0], Placement(1, 4, 1)], SECOND], "document 1 in micro-batch 0 .*ranks 4 to 4"),
+        ([[FIRST[0], Placement(1, -1, 1)], SECOND], "document 1 in micro-batch 0 is malformed.*-1"),
+        ([[FIRST[0], Placement(1, 0, 0)], SECOND], "document 1 in micro-batch 0 is malformed.*degree 0"),
+        ([[FIRST[0], Placement(3, 0, 1)], SECOND], "document 3 in micro-batch 0 does not exist"),
+        ([[Placement(0, 0, 3), FIRST[1]], SECOND], r"rank 0 holds 120 tokens in micro-batch 0 .*\[0, 1\].*100"),
+        ([FIRST, [Placement(2, 2, 1)]], "rank 2 holds 150 tokens in micro-batch 1"),
+        ([FIRST, []], "micro-batch 1 has no document"),
+        ([FIRST, [Placement(2, 2, 2, rounds=0)]], "document 2 in micro-batch 1 has 0 exchange rounds"),
     ],
 )
 def test_each_broken_plan_is_caught(plan: Plan, micro_batches: list[list[Placement]], message: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, tokens_on_ranks
 from longctx.planning.cost.bounds import document_bound_ns, step_bound_ns, tight_step_bound_ns
-from longctx.planning.cost.model import alone_ns, attention_ns, efficiency, log2, score
+from longctx.planning.cost.model import alone_ns, attention_ns, log2, score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import shard_tokens
 from longctx.planning.planners.planner import make_plan
@@ -149,14 +149,6 @@ def test_queries_hide_the_first_fetch_and_the_return_but_not_the_fetch_in_betwee
 @given(st.floats(1e-6, 1e12))
 def test_log2(x: float) -> None:
     assert float(log2(np.array(x))) == pytest.approx(math.log2(x), abs=1e-12)
-
-
-def test_efficiency_of_one_point_and_beyond_the_ends() -> None:
-    flat = HardwareProfile(**{**H100.__dict__, "attention_efficiency": ((100, 0.5),)})
-    assert efficiency(flat.attention_efficiency, np.array([1.0, 1e6])).tolist() == [0.5, 0.5]
-    assert efficiency(H100.attention_efficiency, np.array([1.0, 64.0, 512.0, 8192.0, 1e6])).tolist() == pytest.approx(
-        [0.25, 0.25, 0.6, 1, 1]
-    )
 
 
 def test_attention_does_not_fall_when_a_document_is_split_further() -> None:

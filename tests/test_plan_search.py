@@ -14,7 +14,6 @@ from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
 from longctx.planning.cost.model import score
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.planners import search as search_module
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.search import search, search_in_blocks
@@ -187,25 +186,8 @@ def test_groups_of_next_to_no_time_end() -> None:
         assert shared_rings(Step(H100, lengths, 24, 41), height) is None
 
 
-@pytest.mark.parametrize("changed", [{"shares": (10,)}, {"evened": ()}])
-def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
+def test_settings_that_try_less_find_a_slower_plan() -> None:
     steps = [Step(H100, np.array(load_mix("magi_192k").draw(100, seed)), 16, 16384) for seed in range(6)]
-    less = sum(search(step, replace(DEFAULT, **changed)).makespan_ns for step in steps)
-    assert less > sum(search(step).makespan_ns for step in steps)
-
-
-@pytest.mark.parametrize(("gap", "narrowest"), [(0.0, 1), (1.0, 2)])
-def test_finer_blocks_are_not_tried_from_the_widest_gap_that_a_step_reaches(
-    gap: float, narrowest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 documents in 8 blocks of 2 ranks are an effort of 512."""
-    tried: list[int] = []
-
-    def record(step: Step, settings: Any) -> Any:
-        tried.append(step.block)
-        return search_in_blocks(step, settings)
-
-    monkeypatch.setattr(search_module, "search_in_blocks", record)
-    step = Step(H100, np.array(load_mix("wlb_128k").draw(64, 0)), 16, 16384)
-    search(step, replace(DEFAULT, enough=((0, 0.0), (512, gap), (1024, 0.0)), lost=1.0))
-    assert tried[-1] == narrowest and 4 in tried, tried
+    best = sum(search(step).makespan_ns for step in steps)
+    for changed in ({"shares": (10,)}, {"evened": ()}):
+        assert sum(search(step, replace(DEFAULT, **changed)).makespan_ns for step in steps) > best

@@ -35,25 +35,13 @@ assert "torch" not in sys.modules
     assert process.returncode == 0, process.stderr
 
 
-TRAIN = """
-import sys
-import longctx
-
-source, store, run, *settings = sys.argv[1:]
-assert longctx.prepare(source, store, tokenizer="bytes").made
-config = longctx.load_config(None, [*settings, f"data.store={store}", f"train.run_dir={run}"])
-sys.exit(longctx.train(config))
-"""
-
-
 def test_prepare_and_train_from_python(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / "texts" / f"{number}.txt").write_text("To be, or not to be. " * (10 + 5 * number))
-    arguments = [str(tmp_path / name) for name in ("texts", "store", "run")]
-    command = [sys.executable, "-c", TRAIN, *arguments, *SMALL, "train.steps=3"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert process.returncode == 0, process.stderr
+    assert longctx.prepare(tmp_path / "texts", tmp_path / "store", tokenizer="bytes").made
+    settings = [*SMALL, "train.steps=3", f"data.store={tmp_path / 'store'}", f"train.run_dir={tmp_path / 'run'}"]
+    assert longctx.train(longctx.load_config(None, settings)) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
 

@@ -24,15 +24,8 @@ from longctx.training.metrics import model_flops
 H100 = Machine.load("h100-nvlink-ib")
 EIGHT_B = H100.model
 BLOCK = EIGHT_B.spec.layers[0].matrix_parameters
-LARGE = ModelShape(
-    vocab_size=LLAMA_3_VOCABULARY,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-)
+SEVENTY_B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+LARGE = ModelShape(vocab_size=LLAMA_3_VOCABULARY, num_key_value_heads=8, head_dim=128, **SEVENTY_B)
 """70B parameters."""
 STEPS = [[min(length, 24000) for length in load_mix("wlb_128k").draw(24, seed)] for seed in range(2)]
 GPUS = 8
@@ -279,10 +272,17 @@ def test_models_that_do_not_fit_are_split_further() -> None:
     assert len(fewer.best) < len(best) and fewer.refused[TOO_LARGE] > 0
 
 
+def test_a_split_holds_the_longest_document_of_the_data_set_though_no_step_has_it() -> None:
+    drawn = search(H100, EIGHT_B.spec, STEPS, GPUS, budgets=(4096,), best=1)  # 8 ranks hold 32,768 tokens
+    assert drawn.best[0].split.tokens_per_rank == 4096
+    with pytest.raises(UserError, match="cannot hold the longest document"):
+        search(H100, EIGHT_B.spec, STEPS, GPUS, longest=32_769, budgets=(4096,), best=1)
+
+
 def test_the_error_if_no_split_fits() -> None:
     with pytest.raises(UserError, match=rf"no split of 2 GPUs .* {TOO_LARGE} \(74\.5 GiB; the smallest needs [4-9]"):
         search(H100, LARGE.spec, [[1024]], 2, budgets=(1024,))
-    with pytest.raises(UserError, match=rf"\d {TOO_LONG}: use more GPUs or more tokens per rank"):
+    with pytest.raises(UserError, match=rf"\d {TOO_LONG}: use more GPUs, more tokens per rank, a smaller --max-length"):
         search(H100, EIGHT_B.spec, [[100_000]], 4, budgets=(1024,))
 
 
@@ -325,11 +325,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--train.steps", "2"], "--train.steps is not supported: `longctx split` takes only model.* settings"),
         (["--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
         (["--memory-gb", "0"], "must be known and above 0"),
-        (
-            ["--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"],
-            "profile cpu-2core is for float32, but splits are for runs in bfloat16",
-        ),
+        (["--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"], "cpu-2core is for float32, but splits are for"),
         (["--tokens-per-rank", "0"], "tokens_per_rank is 0"),
+        (["--max-length", "0"], "--max-length is 0: must be a whole number"),
     ],
 )
 def test_bad_requests_are_named(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

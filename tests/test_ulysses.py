@@ -24,15 +24,12 @@ def test_wide_rings_across_nodes_exchange_heads() -> None:
     plan = plan_of(32 * 4096, 32, replace(H100, overlap=0.0, exchange_levels=1))
     assert choose_ulysses_degree(plan, 0, 32, 8) == 8
     assert micro_batch_ns(plan, 0, 8, 32, 8) < micro_batch_ns(plan, 0, 1, 32, 8)
-
-
-def test_one_kv_head_cannot_be_shared_out() -> None:
-    assert choose_ulysses_degree(plan_of(32 * 4096, 32), 0, 32, 1) == 1
-
-
-def test_documents_on_one_rank_exchange_nothing() -> None:
-    plan = make_plan([4000] * 8, ranks=8, tokens_per_rank=16384, profile=H100, mode="static", degree=1)
-    assert choose_ulysses_degree(plan, 0, 32, 8) == 1
+    assert choose_ulysses_degree(plan, 0, 32, 1) == 1, "one KV head cannot be shared out"
+    alone = make_plan([4000] * 8, ranks=8, tokens_per_rank=16384, profile=H100, mode="static", degree=1)
+    assert choose_ulysses_degree(alone, 0, 32, 8) == 1
+    assert swaps_heads(100, 4, 8, 4) and not swaps_heads(100, 4, 8, 1)
+    assert not swaps_heads(100, 2, 8, 4) and not swaps_heads(100, 4, 6, 4)
+    assert not swaps_heads(15, 4, 8, 4), "a rank would have no tokens of it"
 
 
 def test_exposed_time_is_what_the_bytes_take() -> None:
@@ -67,10 +64,3 @@ def test_the_choice_is_never_slower(lengths: list[int], ranks: int, heads: tuple
         u = choose_ulysses_degree(plan, micro_batch, *heads)
         assert heads[1] % u == 0
         assert micro_batch_ns(plan, micro_batch, u, *heads) <= micro_batch_ns(plan, micro_batch, 1, *heads)
-
-
-def test_who_exchanges() -> None:
-    assert swaps_heads(100, 4, 8, 4)
-    assert not swaps_heads(100, 4, 8, 1)
-    assert not swaps_heads(100, 2, 8, 4) and not swaps_heads(100, 4, 6, 4)
-    assert not swaps_heads(15, 4, 8, 4)  # a rank would have no tokens of it

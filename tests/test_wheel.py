@@ -11,18 +11,15 @@ import pytest
 
 from tests.test_imports import MODULES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built, without network, from a copy of the files that git knows or would add."""
     folder = tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         source, target = repository / name, folder / "source" / name
         if source.exists():
@@ -38,18 +35,8 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
     target = wheel.parent / "installed"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(target),
-        str(wheel),
-    ]
+    options = ["--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    install = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
     subprocess.run(install, check=True)
     return target
 

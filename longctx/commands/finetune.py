@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(tokenizer=None)
     parser.epilog = (
         "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
-        f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with --lora.\n"
+        f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA.\n"
         f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
-        f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with --lora."
+        f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with LoRA."
     )
 
 
@@ -195,6 +195,7 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     steps = chosen.train.steps
     if "steps" not in chosen.train.model_fields_set:
         steps = _steps(arguments.epochs, chosen, store, step, min(longest, capacity))
+    adapters = arguments.lora is not None or chosen.lora.rank is not None
     values: dict[str, dict[str, Any]] = {
         "model": {"from_pretrained": arguments.model},
         "data": {"store": str(store.path)},
@@ -206,7 +207,7 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
             "run_dir": str(out),
         },
         "optimizer": {
-            "learning_rate": LORA_RATE if arguments.lora else FULL_RATE,
+            "learning_rate": LORA_RATE if adapters else FULL_RATE,
             "warmup_steps": math.ceil(WARMUP * steps),
             "weight_decay": 0.0,
             "clip_grad_norm": 1.0,
@@ -215,7 +216,7 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     }
     if store.pairs:
         values["dpo"] = {"beta": DPO_BETA}
-        values["optimizer"]["learning_rate"] = DPO_LORA_RATE if arguments.lora else DPO_RATE
+        values["optimizer"]["learning_rate"] = DPO_LORA_RATE if adapters else DPO_RATE
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     return values

@@ -175,6 +175,5 @@ def _step(arguments: argparse.Namespace) -> PlannedStep:
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     source = open_source(arguments, tokens_per_rank, steps=1, long_documents="split", kinds=KINDS)
     (lengths,), _ = source.draw(ranks, longest)
-    if source.data_set is None:
-        return PlannedStep(lengths, f"mix {arguments.mix}, seed {source.seed}", max(lengths))
-    return PlannedStep(lengths, source.words, min(longest, int(source.data_set.max())))
+    words = f"mix {arguments.mix}, seed {source.seed}" if arguments.mix else source.words
+    return PlannedStep(lengths, words, min(longest, source.longest))

@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-rank", type=int, metavar="T", help="maximum tokens per rank (default: powers of two are searched)"
     )
     parser.add_argument(
+        "--max-length", type=int, metavar="L", help="longer documents are split, as by data.max_length (default: none are)"
+    )
+    parser.add_argument(
         "--peak-tflops",
         type=float,
         metavar="P",
@@ -57,18 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.check import check_settings
 
     gpus, profile, budget = arguments.gpus, arguments.profile, arguments.tokens_per_rank
-    _refuse(gpus, arguments.overrides)
+    _refuse(gpus, arguments.max_length, arguments.overrides)
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
     machine, spec = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb), _spec(arguments)
     budgets = BUDGETS if budget is None else (budget,)
-    steps, source = _steps(arguments, max(budgets))
+    steps, longest, source = _steps(arguments, max(budgets))
     with progress_bar() as show:  # usually ends early: the remaining splits cannot be faster
         outcome = search(
             machine,
             spec,
             steps,
             gpus,
+            longest=longest,
             budgets=budgets,
             progress=lambda phase, done, total: show(phase, done / max(1, total)),
         )
@@ -88,22 +92,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     title = (
         f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {spec.parameters / 1e9:,.1f}B parameters, "
-        f"{tokens:,} tokens per step, longest document {max(map(max, steps)):,} tokens\n{source}"
+        f"{tokens:,} tokens per step, longest document of the data set {longest:,} tokens\n{source}"
     )
     print_splits(title, outcome, common, Console())
     return 0
 
 
-def _refuse(gpus: int, overrides: list[str]) -> None:
+def _refuse(gpus: int, max_length: int | None, overrides: list[str]) -> None:
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--gpus is {gpus}: must be a whole number in 1..{MOST_GPUS}")
+    if max_length is not None and max_length < 1:
+        raise UserError(f"--max-length is {max_length}: must be a whole number ≥ 1")
     others = [f"--{override.split('=')[0]}" for override in overrides if not override.startswith("model.")]
     if others:
         raise UserError(f"{', '.join(others)} is not supported: `longctx split` takes only model.* settings; omit it")
 
 
-def _steps(arguments: argparse.Namespace, budget: int) -> tuple[list[tuple[int, ...]], str]:
-    """Returns the document lengths of every step, split to fit, and their source in words."""
+def _steps(arguments: argparse.Namespace, budget: int) -> tuple[list[tuple[int, ...]], int, str]:
+    """Returns the document lengths of every step, split to fit, the longest of the data set, and the source in words."""
     from longctx.comparison.steps import fit
     from longctx.planning.check import MOST_TOKENS
     from longctx.planning.layout import longest_document
@@ -112,9 +118,10 @@ def _steps(arguments: argparse.Namespace, budget: int) -> tuple[list[tuple[int, 
     few = 1 if gpus >= MANY_GPUS else DEFAULT_STEPS
     count = few if arguments.steps is None else arguments.steps
     source = open_source(arguments, arguments.tokens_per_rank or DEFAULT_TOKENS_PER_RANK, count, "split")
-    longest = min(MOST_TOKENS, longest_document(gpus, budget) or gpus * budget)
+    longest = min(MOST_TOKENS, longest_document(gpus, budget) or gpus * budget, arguments.max_length or MOST_TOKENS)
     drawn, remark = source.draw(gpus, longest)
-    return [fit(lengths, longest) for lengths in drawn], "; ".join(filter(None, [source.words, remark]))
+    words = "; ".join(filter(None, [source.words, remark]))
+    return [fit(lengths, longest) for lengths in drawn], source.longest_kept(longest, "split"), words
 
 
 def _spec(arguments: argparse.Namespace) -> "ModelSpec":

@@ -30,14 +30,22 @@ class LengthSource:
     Attributes:
         words: description of the source.
         draw: function from (number of ranks, maximum document length) to (lengths of every step, remark or empty text).
+        longest: tokens of the longest document that steps can be drawn from, whether or not it is drawn. A run must hold it.
         seed: seed of the first step.
-        data_set: lengths of all documents that steps are drawn from; None if not known.
+        data_set: lengths of all documents that steps are drawn from; None for a mix, of which only a histogram is known.
     """
 
     words: str
     draw: Callable[[int, int], tuple[list[list[int]], str]]
+    longest: int
     seed: int = 0
     data_set: NDArray[np.int64] | None = None
+
+    def longest_kept(self, most: int, long_documents: str) -> int:
+        """Returns tokens of the longest document that is left if those of more than `most` are split or dropped."""
+        if long_documents == "drop" and self.data_set is not None:
+            return int(self.data_set[self.data_set <= most].max())
+        return min(self.longest, most)
 
 
 def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: int, steps: int) -> LengthSource:
@@ -48,7 +56,7 @@ def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: 
         count = documents_per_rank * ranks if documents is None else documents
         return [mix.draw(count, seed + i) for i in range(steps)], ""
 
-    return LengthSource(f"{_steps(steps)} of documents drawn from the length mix {name}, seed {seed}", draw, seed)
+    return LengthSource(f"{_steps(steps)} of documents drawn from the length mix {name}, seed {seed}", draw, mix.longest, seed)
 
 
 def file_source(
@@ -68,9 +76,8 @@ def file_source(
         sampler = Sampler(np.array(pieces), global_tokens=tokens, seed=seed, max_length=max(pieces))
         return first_lengths(sampler, steps), ""
 
-    return LengthSource(
-        f"{_steps(steps)} of the {len(lengths):,} documents of {name}, seed {seed}", draw, seed, np.array(lengths)
-    )
+    words = f"{_steps(steps)} of the {len(lengths):,} documents of {name}, seed {seed}"
+    return LengthSource(words, draw, max(lengths), seed, np.array(lengths))
 
 
 def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> LengthSource:
@@ -90,7 +97,7 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
         return first_lengths(sampler, steps), ""
 
     words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, {len(store):,} documents, seed {seed}"
-    return LengthSource(words, draw, seed, store.lengths)
+    return LengthSource(words, draw, int(store.lengths.max()), seed, store.lengths)
 
 
 def _steps(count: int) -> str:
@@ -158,15 +165,15 @@ def _cases(
     fitted = [fit(lengths, longest, long_documents) for lengths in drawn]
     for lengths in fitted:
         check_lengths(lengths, ranks, tokens_per_rank, profile)
-    data_set = np.concatenate(drawn) if source.data_set is None else source.data_set
-    kept = data_set[data_set <= longest] if long_documents == "drop" else np.minimum(data_set, longest)
+    longest_kept = source.longest_kept(longest, long_documents)
     if fixed_degree is not None:
-        check_fixed_degree(fixed_degree, int(kept.max()), ranks, tokens_per_rank)
+        check_fixed_degree(fixed_degree, longest_kept, ranks, tokens_per_rank)
     cases = [
-        Case(lengths, ranks, tokens_per_rank, seed=source.seed + i, longest=int(kept.max()), fixed_degree=fixed_degree)
+        Case(lengths, ranks, tokens_per_rank, seed=source.seed + i, longest=longest_kept, fixed_degree=fixed_degree)
         for i, lengths in enumerate(fitted)
     ]
     words = [remark] if remark else []
+    data_set = np.concatenate(drawn) if source.data_set is None else source.data_set
     if long := int((data_set > longest).sum()):
         done = {"split": "split", "drop": "dropped"}[long_documents]
         words.append(f"{long} documents longer than {longest:,} tokens, the maximum of {ranks} ranks, {done}")

@@ -131,6 +131,7 @@ def search(
     steps: Sequence[Sequence[int]],
     gpus: int,
     *,
+    longest: int | None = None,
     budgets: Sequence[int] = BUDGETS,
     best: int = 10,
     progress: Callable[[str, int, int], None] = lambda doing, done, of: None,
@@ -142,6 +143,7 @@ def search(
         spec: the model, with its vocabulary.
         steps: document lengths of every step.
         gpus: number of GPUs, in nodes of the size in the machine's profile.
+        longest: tokens of the longest document of the data set, which every split must hold (None: of the steps).
         budgets: values of tokens_per_rank to try.
         best: number of splits to return.
         progress: called with the current phase, the number of splits done and their total.
@@ -152,11 +154,11 @@ def search(
     splits = list(possible_splits(spec, gpus, machine.profile.ranks_per_node, budgets))
     outcome = SearchResult(len(splits))
     sizes = [np.array(lengths, dtype=np.int64) for lengths in steps]
-    longest = np.array([max(int(lengths.max()) for lengths in sizes)])
+    longest = longest or max(int(lengths.max()) for lengths in sizes)
     queue = []
     for number, split in enumerate(splits):
         progress("bounds", number, len(splits))
-        if least_degrees(longest, split.domain, split.tokens_per_rank).all():
+        if least_degrees(np.array([longest]), split.domain, split.tokens_per_rank).all():
             queue.append((fmean(_bounds_s(profile_of(machine, spec, split), split, sizes)), number))
         else:
             outcome.refused[TOO_LONG] += 1
@@ -173,7 +175,7 @@ def search(
             limit = min(limit, fastest[key].step_s)
         if bound >= limit:
             continue
-        planned = _plan(machine, spec, split, sizes, limit, outcome)
+        planned = _plan(machine, spec, split, sizes, longest, limit, outcome)
         if planned is not None and planned.step_s < limit:
             fastest[key] = planned
     outcome.best = sorted(fastest.values(), key=lambda planned: planned.step_s)[:best]
@@ -189,11 +191,16 @@ def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers])
 
 
 def _plan(
-    machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
+    machine: Machine,
+    spec: ModelSpec,
+    split: Split,
+    steps: Sequence[Integers],
+    longest: int,
+    limit_s: float,
+    outcome: SearchResult,
 ) -> PlannedSplit | None:
     """Returns the predictions of a split; None if it needs too much memory (counted in `outcome`) or exceeds the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
-    longest = max(int(lengths.max()) for lengths in steps)
     fewest = -(-tokens // (split.domain * split.tokens_per_rank))
     memory = memory_of(machine, spec, split, longest, fewest)
     plans: list[Plan] = []
@@ -258,5 +265,5 @@ def _nothing_fits(outcome: SearchResult, gpus: int, memory_bytes: int) -> str:
     return (
         f"no split of {gpus} GPUs can hold this model and these documents: of {outcome.possible:,} splits, "
         f"{' and '.join(reasons)}{least}: "
-        "use more GPUs or more tokens per rank, split the documents, or use a smaller model"
+        "use more GPUs, more tokens per rank, a smaller --max-length of documents, or a smaller model"
     )

@@ -1,0 +1,86 @@
+"""Documents of collated batches: token ids and labels of every sequence, without padding and without the packing of others."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from longctx.data import IGNORED_LABEL
+from longctx.trainers.refusals import TrainerError
+
+Ids = npt.NDArray[np.int32]
+OF_TOKENS = ("input_ids", "labels")
+ROWS = "documents_in_rows"
+"""Field of a batch with the number of documents of every row that was joined to others."""
+OF_PACKING = (
+    ROWS,
+    *("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    "num_items_in_batch",
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sequence. `labels` are as long as `tokens` and not shifted; -100 where a token is no target."""
+
+    tokens: Ids
+    labels: Ids
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens with a loss. The first token has no predecessor to predict it."""
+        return int((self.labels[1:] != IGNORED_LABEL).sum())
+
+
+def rows_of(batch: Mapping[str, Any]) -> list[list[Document]]:
+    """Returns the documents of every row that a batch was collated from.
+
+    A batch has a row of tokens for each, padded by `attention_mask`, or one for all, as TRL's `padding_free` makes it, with the
+    number of documents of each under `ROWS`. Rows are cut into documents by `position_ids`.
+
+    Raises TrainerError for a batch without labels, or with fields that would be lost.
+    """
+    lost = sorted(name for name, value in batch.items() if value is not None and name not in (*OF_TOKENS, *OF_PACKING))
+    if lost:
+        raise TrainerError(
+            f"the data collator returns {', '.join(lost)}, which splitting documents would lose: return only "
+            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids"
+        )
+    if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
+        raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
+    ids, labels = (np.asarray(batch[name].cpu(), np.int32) for name in OF_TOKENS)
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is not None and mask.dim() != 2:
+        raise TrainerError(f"attention_mask has {mask.dim()} axes: return one of [rows, tokens], or position_ids")
+    rows = []
+    for row in range(len(ids)):
+        kept = slice(None) if mask is None else _array(mask[row]).astype(bool)
+        cuts: list[int] = [] if positions is None else np.flatnonzero(_array(positions[row])[kept] == 0)[1:].tolist()
+        parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
+        rows.append([Document(tokens, label) for tokens, label in parts if len(tokens)])
+    if (counts := batch.get(ROWS)) is None:
+        return rows
+    documents = itertools.chain.from_iterable(rows)
+    return [list(itertools.islice(documents, count)) for count in counts.tolist()]
+
+
+class CountingRows:
+    """Wraps a data collator: if it joins its examples to fewer rows, the batch tells how many documents each example has."""
+
+    def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Any]]) -> None:
+        self.collate = collate
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        if "input_ids" in batch and len(batch["input_ids"]) < len(examples):
+            batch[ROWS] = torch.tensor([len(example.get("seq_lengths", [0])) for example in examples])
+        return batch
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = tensor.cpu().numpy()
+    return array

@@ -1,0 +1,72 @@
+"""What a trainer must not ask for if its documents are split over ranks, checked before the first step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from longctx.errors import UserError
+
+WHOLE_STEP = ("SFTTrainer",)
+"""Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""
+
+
+class TrainerError(UserError):
+    """A trainer, model or batch that cannot be trained exactly on split documents."""
+
+
+def refuse(trainer: Any, own_loss_is_a_token_sum: bool) -> None:
+    """Raises TrainerError with everything that would make the result depend on how documents are split."""
+    problems = [*_trainer_problems(trainer, own_loss_is_a_token_sum), *_argument_problems(trainer), *_model_problems(trainer)]
+    if problems:
+        raise TrainerError(f"dynamic context parallelism is not possible: {'; '.join(problems)}")
+
+
+def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[str]:
+    classes = [kind for kind in type(trainer).__mro__ if kind is not object]
+    of_trl = [kind.__name__ for kind in classes if kind.__module__.startswith("trl.") and not kind.__name__.startswith("_")]
+    if of_trl and of_trl[0] not in WHOLE_STEP:
+        yield f"{of_trl[0]} needs whole sequences, which is not supported yet: use transformers.Trainer or SFTTrainer"
+    own = next(kind for kind in classes if "compute_loss" in vars(kind))
+    if own.__module__.split(".")[0] not in ("transformers", "trl") and not own_loss_is_a_token_sum:
+        yield (
+            f"{own.__name__}.compute_loss may not be a sum over tokens divided by num_items_in_batch: omit it, or say "
+            "own_loss_is_a_token_sum=True if it is"
+        )
+    if trainer.compute_loss_func is not None:
+        yield "compute_loss_func sees only this rank's tokens: omit it"
+    if trainer.compute_metrics is not None:
+        yield "compute_metrics needs the predictions of whole documents: omit it, eval_loss is computed"
+    if not trainer.model_accepts_loss_kwargs:
+        yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
+    if getattr(trainer, "aux_loss_enabled", False):
+        yield (
+            "the auxiliary loss of routers depends on which tokens are together: set output_router_logits to False in the "
+            "model's config"
+        )
+
+
+def _argument_problems(trainer: Any) -> Iterator[str]:
+    args, accelerator = trainer.args, trainer.accelerator
+    for name in ("label_smoothing_factor", "neftune_noise_alpha", "torch_compile", "use_liger_kernel"):
+        if getattr(args, name, None):
+            yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
+    if args.n_gpu > 1:
+        yield f"one process uses {args.n_gpu} GPUs: start a process per GPU by torchrun or accelerate"
+    if trainer.is_deepspeed_enabled:
+        yield "DeepSpeed is not supported: use FSDP2 or DDP"
+    sizes = {"cp_size": trainer.get_cp_size(), "sp_size": trainer.get_sp_size(), "tp_size": trainer.get_tp_size()}
+    for name, size in sizes.items():
+        if size > 1:
+            yield f"{name} is {size}: leave it at 1, documents are split by longctx"
+    if args.eval_strategy != "no" and not args.prediction_loss_only and trainer.preprocess_logits_for_metrics is not None:
+        yield "preprocess_logits_for_metrics needs the logits of whole documents: omit it"
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        yield "FSDP version 1 is not supported: set fsdp_version to 2"
+
+
+def _model_problems(trainer: Any) -> Iterator[str]:
+    for name, module in trainer.model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            yield f"{name} is a dropout of {module.p:g}, which would depend on how documents are split: set it to 0"
+            return

@@ -1,0 +1,245 @@
+"""Dynamic context parallelism in trainers of transformers and TRL: what one plain process computes, on any number of ranks."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from tests.trainer_cases import DOCUMENTS, LONGEST, PROFILE, TOKENS_PER_RANK, arguments, documents, finetune, model, pad, train
+from tests.workers import Workers
+
+PLAIN: dict[str, dict[str, Any]] = {}
+TOLERANCES = {"loss": 1e-6, "eval_loss": 1e-6, "grad_norm": 1e-5, "learning_rate": 0, "num_tokens": 0, "entropy": 1e-5}
+OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
+"""Shares of tokens whose label is the likeliest: rounding decides between two that are equally likely."""
+
+
+def plain(workers: Workers, folder: Path, function: Callable[..., Any], *options: Any) -> dict[str, Any]:
+    """The run of one process without longctx."""
+    key = repr((function.__name__, options))
+    if key not in PLAIN:
+        *kind, settings = options
+        (PLAIN[key],) = workers.run(function, 1, folder / "plain", *kind, 1, False, settings)
+    return PLAIN[key]
+
+
+def assert_equal(runs: list[dict[str, Any]], expected: dict[str, Any], weights: float = 1e-4) -> None:
+    """Logs and counters of the first rank, and weights of all, are those of the plain run."""
+    assert len(runs[0]["log"]) == len(expected["log"]) > 5
+    for ours, theirs in zip(runs[0]["log"], expected["log"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() & TOLERANCES.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=TOLERANCES[name]), (name, ours, theirs)
+        for name in ours.keys() & set(OF_TOKENS):
+            assert ours[name] == pytest.approx(theirs[name], abs=0.01)
+    assert runs[0]["tokens"] == expected["tokens"]
+    for run in runs:
+        assert run["weights"].keys() == expected["weights"].keys()
+        error = sum(((run["weights"][name] - weight) ** 2).sum() for name, weight in expected["weights"].items()) ** 0.5
+        norm = sum((weight**2).sum() for weight in expected["weights"].values()) ** 0.5
+        assert error < weights * norm
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 3), (3, 2)])
+def test_trainer_computes_what_one_plain_process_computes(
+    workers: Workers, tmp_path: Path, ranks: int, accumulation: int
+) -> None:
+    """Two epochs whose last steps are not full, and evaluations whose last batch is not."""
+    runs = workers.run(train, ranks, tmp_path, "qwen2", accumulation, True, {})
+    assert_equal(runs, plain(workers, tmp_path, train, "qwen2", {}))
+    assert ranks == 1 or max(runs[0]["degrees"]) >= 2
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+def test_windows_and_sinks(workers: Workers, tmp_path: Path, kind: str) -> None:
+    options = {"num_train_epochs": 1}
+    runs = workers.run(train, 2, tmp_path, kind, 1, True, options)
+    assert_equal(runs, plain(workers, tmp_path, train, kind, options))
+    assert max(runs[0]["degrees"]) >= 2
+
+
+def test_a_data_set_that_is_streamed(workers: Workers, tmp_path: Path) -> None:
+    """Its documents per step are those of plain training on as many ranks."""
+    options = {"streamed": True, "max_steps": 3, "eval_strategy": "no", "accelerator_config": {"dispatch_batches": False}}
+    ours, theirs = (workers.run(train, 2, tmp_path, "qwen2", 1, dynamic, options)[0]["log"] for dynamic in (True, False))
+    for name in ("loss", "grad_norm"):
+        logs = [[entry[name] for entry in log if "loss" in entry] for log in (ours, theirs)]
+        assert len(logs[0]) == 3 and logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
+    sharded = {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+    }
+    runs = workers.run(train, 2, tmp_path, "qwen2", 1, True, sharded)
+    assert_equal(runs, plain(workers, tmp_path, train, "qwen2", {}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "options"),
+    [
+        (2, 2, {}),
+        (3, 1, {}),
+        (2, 1, {"lora": True, "gradient_checkpointing": True}),
+        (2, 1, {"loss_type": "dft"}),
+    ],
+    ids=["two ranks", "three ranks", "adapters", "dft"],
+)
+def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int, options: dict[str, Any]) -> None:
+    """Conversations of which only the assistant's turns have a loss; metrics of TRL included."""
+    runs = workers.run(finetune, ranks, tmp_path, accumulation, True, options)
+    assert_equal(runs, plain(workers, tmp_path, finetune, options))
+    assert max(runs[0]["degrees"]) >= 2
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [{"packing": True, "packing_strategy": "bfd", "max_length": LONGEST + 8}, {"padding_free": True}],
+    ids=["bfd", "padding free"],
+)
+def test_rows_that_trl_packs_become_documents_again(workers: Workers, tmp_path: Path, packing: dict[str, Any]) -> None:
+    """An epoch is one step, whose last rows repeat the first ones: without flash-attn, plain TRL attends across documents."""
+    options = {"eval_strategy": "no", "per_device_train_batch_size": 24}
+    ours, apart = (workers.run(finetune, 2, tmp_path, 1, True, {**options, **more})[0] for more in (packing, {}))
+    for plans in zip(ours["plans"], apart["plans"], strict=True):
+        assert sorted(plans[0]) == sorted(plans[1]) and len(plans[0]) == DOCUMENTS
+    for name in ("loss", "grad_norm", "num_tokens"):
+        logs = [[entry[name] for entry in run["log"] if "loss" in entry] for run in (ours, apart)]
+        assert logs[0] == pytest.approx(logs[1], rel=1e-6)
+
+
+def test_a_run_resumes_bit_by_bit_and_on_other_ranks(workers: Workers, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 5}
+    whole = workers.run(train, 2, tmp_path / "run", "qwen2", 1, True, saving)[0]
+    checkpoint = tmp_path / "run" / "checkpoint-5"
+    assert "longctx" not in (checkpoint / "config.json").read_text()
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-5")
+    again = workers.run(train, 2, tmp_path / "again", "qwen2", 1, True, {**saving, "resume": str(tmp_path / "checkpoint-5")})[0]
+    assert all(torch.equal(again["weights"][name], weight) for name, weight in whole["weights"].items())
+    other = workers.run(train, 3, tmp_path / "other", "qwen2", 1, True, {**saving, "resume": str(tmp_path / "checkpoint-5")})
+    for ours, theirs in zip(other[0]["log"], whole["log"], strict=True):
+        assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-6)
+
+
+# --- one process, without a group
+
+
+def trainer(folder: Path, of: Any = None, data: Any = None, kind: Any = None, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    as_rank_alone()
+    given = TrainingArguments(**arguments(folder, 1, 1, **{"eval_strategy": "no", **options}))
+    return (kind or Trainer)(of or model(), given, data_collator=pad, train_dataset=data or documents())
+
+
+def as_rank_alone() -> None:
+    import os
+
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def test_restored_it_is_as_before(tmp_path: Path) -> None:
+    ours = trainer(tmp_path, max_steps=1)
+    kind, attention = type(ours), ours.model.config._attn_implementation
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    ours.train()
+    ids = torch.tensor([[3, 4, 5]])
+    generated = ours.model.generate(ids, max_new_tokens=4, do_sample=False)
+    with pytest.raises(TrainerError, match=r"call restore\(trainer\) first"):
+        ours.predict(documents(3))
+    with pytest.raises(TrainerError, match="already has dynamic context parallelism"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    ours.save_model(str(tmp_path / "saved"))
+    assert "longctx" not in json.dumps(json.loads((tmp_path / "saved" / "config.json").read_text()))
+    restore(ours)
+    assert type(ours) is kind and ours.model.config._attn_implementation == attention
+    assert torch.equal(ours.model.generate(ids, max_new_tokens=4, do_sample=False), generated)
+    assert ours.model(ids).logits.shape == (1, 3, 128)
+    restore(ours)  # does nothing
+
+
+def with_dropout() -> Any:
+    made = model()
+    made.model.layers[1].extra = torch.nn.Dropout(0.1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"of": with_dropout}, {}, r"model.layers.1.extra is a dropout of 0.1.*set it to 0"),
+        ({}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which is not supported: omit it"),
+        ({}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
+        ({}, {"torch_compile": True}, "torch_compile is True"),
+    ],
+    ids=["dropout", "label smoothing", "neftune", "compile"],
+)
+def test_what_cannot_be_exact_is_refused(tmp_path: Path, change: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    ours = trainer(tmp_path, **{name: make() for name, make in change.items()}, **options)
+    attention = ours.model.config._attn_implementation
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert ours.model.config._attn_implementation == attention
+
+
+def test_refusals_of_trainers(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            return super().compute_loss(*given, **named)
+
+    own = trainer(tmp_path, kind=Own)
+    with pytest.raises(TrainerError, match=r"Own.compute_loss may not be a sum over tokens.*own_loss_is_a_token_sum=True"):
+        dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE)
+    dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
+    restore(own)
+    own.compute_metrics, own.compute_loss_func = (lambda predictions: {}), (lambda *given, **named: 0)
+    with pytest.raises(
+        TrainerError, match=r"compute_loss_func sees only this rank's tokens.*compute_metrics needs the predictions"
+    ):
+        dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
+    with pytest.raises(TrainerError, match="tokens_per_rank is not given and max_length is not set"):
+        dynamic_context_parallel(trainer(tmp_path), profile=PROFILE)
+
+
+def test_preference_trainers_are_refused_by_name(tmp_path: Path) -> None:
+    from trl import DPOTrainer
+
+    ours = trainer(tmp_path)
+    ours.__class__ = type("DPOTrainer", (DPOTrainer,), {"__module__": "trl.trainer.dpo_trainer"})
+    with pytest.raises(TrainerError, match="DPOTrainer needs whole sequences, which is not supported yet"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    import datasets
+
+    ours = trainer(tmp_path, data=datasets.Dataset.from_list(documents()))
+    with pytest.raises(
+        TrainerError, match=f"train_dataset has a document of {LONGEST} tokens, but 1 ranks hold {TOKENS_PER_RANK}"
+    ):
+        dynamic_context_parallel(ours, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
+    streamed = trainer(tmp_path)
+    dynamic_context_parallel(streamed, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
+    with pytest.raises(TrainerError, match=r"has 90 tokens.*shorten the documents, as SFTConfig's max_length does"):
+        streamed.train()
+
+
+def test_fields_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    ours = trainer(tmp_path)
+    collate = ours.data_collator
+    ours.data_collator = lambda rows: {**collate(rows), "token_type_ids": torch.zeros(1)}
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    with pytest.raises(TrainerError, match="the data collator returns token_type_ids, which splitting documents would lose"):
+        ours.train()

@@ -1,0 +1,222 @@
+"""Small trainers of transformers and TRL, on one process and on several, with dynamic context parallelism and without."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from longctx.planning.hardware_profile import HardwareProfile
+
+PROFILE = HardwareProfile.load("cpu-2core")
+LONGEST, TOKENS_PER_RANK, VOCABULARY = 90, 64, 128
+DOCUMENTS_A_STEP, DOCUMENTS = 12, 41
+"""Steps of documents; the last of an epoch is not full."""
+
+
+def documents(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Documents of 2 to LONGEST tokens, the first third of each without a loss."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for length in [LONGEST, 2, *random.integers(2, LONGEST // 2, count - 3), LONGEST - 1]:
+        ids = random.integers(0, VOCABULARY, length)
+        labels = np.where(np.arange(length) < length // 3, -100, ids)
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return rows
+
+
+def model(kind: str = "qwen2") -> Any:
+    """A model with the same random weights in every process."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    if kind == "gemma3":
+        config = transformers.Gemma3TextConfig(**sizes, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+        return transformers.Gemma3ForCausalLM(config)
+    if kind == "gpt_oss":
+        config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+        config.layer_types = ["sliding_attention", "full_attention"]
+        return transformers.GptOssForCausalLM(config)
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+
+
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A data collator: pads rows on the right."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    fillers = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    padded = {name: [] for name in fillers}
+    for row in rows:
+        values = {**row, "attention_mask": [1] * len(row["input_ids"])}
+        for name, filler in fillers.items():
+            padded[name].append(values[name] + [filler] * (longest - len(values[name])))
+    return {name: torch.tensor(values) for name, values in padded.items()}
+
+
+def arguments(folder: Path, ranks: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    """Arguments of a run whose steps have the same documents on any number of ranks."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": DOCUMENTS_A_STEP // ranks // accumulation,
+        "per_device_eval_batch_size": DOCUMENTS_A_STEP // ranks,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "include_num_input_tokens_seen": "non_padding",
+        "prediction_loss_only": True,
+        **more,
+    }
+
+
+def as_rank() -> int:
+    """Tells accelerate which rank of the workers' group this process is. Returns the number of ranks."""
+    from accelerate.state import AcceleratorState
+
+    ranks = dist.get_world_size()
+    AcceleratorState._reset_state(True)
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
+        del os.environ[name]  # of the arguments of the run before
+    names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in names.items():
+        if ranks > 1:
+            os.environ[name] = str(value)
+        else:
+            os.environ.pop(name, None)
+    return ranks
+
+
+def report(trainer: Any) -> dict[str, Any]:
+    """What is compared between runs."""
+    shared = getattr(trainer, "sharing", None)
+    parts = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    whole = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in parts)
+    weights = {name: each.detach().clone() for name, each in whole}
+    return {
+        "log": trainer.state.log_history,
+        "weights": weights,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "plans": [plan.lengths for plan in shared.plans] if shared else [],
+        "degrees": sorted({degree for plan in shared.plans for degree in plan.degrees}) if shared else [],
+    }
+
+
+def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains with `transformers.Trainer`; steps have the same documents on any number of ranks."""
+    from transformers import Trainer, TrainingArguments
+
+    from longctx.trainers import dynamic_context_parallel
+
+    ranks, options = as_rank(), dict(options)
+    resume, data = options.pop("resume", None), documents()
+    if options.pop("streamed", False):
+        import datasets
+
+        data = datasets.Dataset.from_list(data).to_iterable_dataset()
+    if "fsdp" in options:
+        select_fsdp_on_cpus()
+    trainer = Trainer(
+        model(kind),
+        TrainingArguments(**arguments(folder, ranks, accumulation, **options)),
+        data_collator=pad,
+        train_dataset=data,
+        eval_dataset=documents(19, seed=1),
+    )
+    if dynamic:
+        dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else LONGEST, profile=PROFILE)
+    trainer.train(resume_from_checkpoint=resume)
+    return report(trainer)
+
+
+def select_fsdp_on_cpus() -> None:
+    """Makes accelerate select FSDP for processes on CPUs, as it does on GPUs: it would silently train with DDP."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    begin = state.AcceleratorState.__init__
+    if getattr(begin, "selects_fsdp", False):
+        return
+
+    def selecting(self: Any, *given: Any, fsdp_plugin: Any = None, **named: Any) -> None:
+        begin(self, *given, fsdp_plugin=fsdp_plugin, **named)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    selecting.selects_fsdp = True  # type: ignore[attr-defined]
+    state.AcceleratorState.__init__ = selecting
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}[A]{% generation %}{{ message.content }}[E]"
+    "{% endgeneration %}{% else %}[U]{{ message.content }}[E]{% endif %}{% endfor %}"
+)
+
+
+def tokenizer() -> Any:
+    """A tokenizer of words, with a chat template that marks what the assistant says."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[P]", "[E]", "[U]", "[A]", "[X]"]
+    vocabulary = {word: number for number, word in enumerate([*special, *(f"w{n}" for n in range(VOCABULARY - len(special)))])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[X]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[P]", eos_token="[E]", unk_token="[X]")
+    made.add_special_tokens({"additional_special_tokens": special[2:4]})
+    made.chat_template = TEMPLATE
+    return made
+
+
+def conversations(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, Any]]:
+    """Conversations of one or two turns, the first of which is LONGEST tokens long."""
+    random = np.random.default_rng(seed)
+
+    def words(number: int) -> str:
+        return " ".join(f"w{n}" for n in random.integers(0, VOCABULARY - 5, number))
+
+    rows = [{"messages": [{"role": "user", "content": words(20)}, {"role": "assistant", "content": words(LONGEST - 24)}]}]
+    for _ in range(count - 1):
+        turns = random.integers(1, 3)
+        roles = ["user", "assistant"] * turns
+        rows.append({"messages": [{"role": role, "content": words(int(random.integers(1, 10)))} for role in roles]})
+    return rows
+
+
+def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Fine-tunes with `trl.SFTTrainer`. Options: those of SFTConfig, and `lora` and `kind` of the model."""
+    import datasets
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from longctx.trainers import dynamic_context_parallel
+
+    ranks, options = as_rank(), dict(options)
+    lora, kind = options.pop("lora", False), options.pop("kind", "qwen2")
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
+    defaults = {"assistant_only_loss": True, "max_length": None}
+    data = [datasets.Dataset.from_list(conversations(count, seed)) for count, seed in ((DOCUMENTS, 0), (19, 1))]
+    given = arguments(folder, ranks, accumulation, **{**defaults, **options})
+    trainer = SFTTrainer(
+        model(kind),
+        args=SFTConfig(**{name: value for name, value in given.items() if name != "remove_unused_columns"}),
+        train_dataset=data[0],
+        eval_dataset=data[1],
+        processing_class=tokenizer(),
+        peft_config=adapters,
+    )
+    if dynamic:
+        dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 2 * LONGEST, profile=PROFILE)
+    trainer.train()
+    return report(trainer)
