@@ -104,11 +104,11 @@ def replace_attention(model: Any, causal: bool = True) -> str:
         raise HuggingFaceError(f"{name} is not a model of transformers: prepare the model that from_pretrained returned")
     before: str = config._attn_implementation
     _check_configs(model)
-    wanted = NAME if causal else IN_BOTH_DIRECTIONS
+    implementation = NAME if causal else IN_BOTH_DIRECTIONS
     if causal and getattr(config, "is_encoder_decoder", False):
-        wanted = BY_ROLE
-    model.set_attn_implementation(wanted)
-    if config._attn_implementation != wanted:
+        implementation = BY_ROLE
+    model.set_attn_implementation(implementation)
+    if config._attn_implementation != implementation:
         model.set_attn_implementation(before)
         raise HuggingFaceError(
             f"{name} computes attention itself, not through transformers' attention interface, so its attention cannot be "
@@ -150,8 +150,8 @@ def first_position(model: Any) -> int:
     that of padding free."""
     if is_causal(model):
         return 0
-    wanted = "create_position_ids_from_inputs_embeds", "position_embeddings"
-    counting = (module for module in model.modules() if all(hasattr(module, name) for name in wanted))
+    names = "create_position_ids_from_inputs_embeds", "position_embeddings"
+    counting = (module for module in model.modules() if all(hasattr(module, name) for name in names))
     return next((int(module.padding_idx) + 1 for module in counting), 0)
 
 

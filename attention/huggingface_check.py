@@ -101,15 +101,15 @@ def longest_exact(config: Any) -> tuple[int, str] | None:
     `dynamic` and `longrope` choose frequencies by the longest position in the input, which differs between ranks. Up to this
     length the frequencies are constant. With a fixed `alpha` (HunYuan), `dynamic` is always constant.
     """
-    found: list[tuple[int, str]] = []
+    limits: list[tuple[int, str]] = []
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type")))
         if kind == "longrope":
             original = rope.get(ORIGINAL_LENGTH) or getattr(config, ORIGINAL_LENGTH, None) or config.max_position_embeddings
-            found.append((original, kind))
+            limits.append((original, kind))
         elif "dynamic" in kind and not rope.get("alpha"):
-            found.append((config.max_position_embeddings, kind))
-    return min(found, default=None)
+            limits.append((config.max_position_embeddings, kind))
+    return min(limits, default=None)
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
@@ -180,13 +180,13 @@ def check_loss(probe: "Probe", logits: torch.Tensor) -> None:
     name, ids = probe.name, probe.tokens()
     labels = (7 * ids + 3) % logits.shape[1]
     labels[::5] = -100
-    given = {"labels": labels.unsqueeze(0), "shift_labels": labels.unsqueeze(0), "num_items_in_batch": TARGETS}
-    loss = probe.forward(ids, torch.arange(TOKENS), **given).loss
+    arguments = {"labels": labels.unsqueeze(0), "shift_labels": labels.unsqueeze(0), "num_items_in_batch": TARGETS}
+    loss = probe.forward(ids, torch.arange(TOKENS), **arguments).loss
     expected = F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100) / TARGETS
     if loss is None or not torch.allclose(loss.float(), expected, rtol=1e-3 if probe.tolerance < 0.01 else 1e-2, atol=0):
-        found = "no loss" if loss is None else f"{float(loss):.3g} instead of {float(expected):.3g}"
+        computed = "no loss" if loss is None else f"{float(loss):.3g} instead of {float(expected):.3g}"
         raise HuggingFaceError(
-            f"{name} does not compute its loss as the sum over shift_labels divided by num_items_in_batch ({found}), so the "
+            f"{name} does not compute its loss as the sum over shift_labels divided by num_items_in_batch ({computed}), so the "
             "loss would depend on how documents are split: this model is not supported"
         )
 
@@ -229,8 +229,8 @@ class Probe:
 
     def _special(self) -> set[int]:
         config = self.model.config.get_text_config()
-        found = (*_token_ids(config.to_dict()), *_token_ids(self.model.config.to_dict()))
-        return {token for token in found if 0 <= token < self.entries}
+        ids = (*_token_ids(config.to_dict()), *_token_ids(self.model.config.to_dict()))
+        return {token for token in ids if 0 <= token < self.entries}
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor | None, **arguments: Any) -> Any:
         """Returns the model's output for tokens and positions [tokens]."""
@@ -259,21 +259,21 @@ class Probe:
         alone = Alone()
         handles = [embedding.register_forward_hook(_poison) for embedding in self.embeddings if poisoned]
         try:
-            found = self.forward(ids, positions, ring_attention=alone)
+            output = self.forward(ids, positions, ring_attention=alone)
         finally:
             for handle in handles:
                 handle.remove()
-        logits = getattr(found, "logits", None)
+        logits = getattr(output, "logits", None)
         if not self.causal:
-            if getattr(found, "pooler_output", None) is not None:
+            if getattr(output, "pooler_output", None) is not None:
                 raise HuggingFaceError(
                     f"{self.name} pools the first row only, not the first token of every document: load it with "
                     "add_pooling_layer=False, and pool its hidden states with longctx.attention.pool_documents"
                 )
-            logits = found.last_hidden_state if logits is None and hasattr(found, "last_hidden_state") else logits
+            logits = output.last_hidden_state if logits is None and hasattr(output, "last_hidden_state") else logits
         if logits is None or logits.shape[:2] != (1, TOKENS):
-            wanted = self.wanted if self.causal else "an encoder, or its model for masked tokens"
-            raise HuggingFaceError(f"{self.name} does not return logits for every token: use {wanted}")
+            expected = self.wanted if self.causal else "an encoder, or its model for masked tokens"
+            raise HuggingFaceError(f"{self.name} does not return logits for every token: use {expected}")
         self.kinds |= alone.kinds
         return [*alone.seen, logits[0]]
 
@@ -321,9 +321,9 @@ class _AloneRecurrence(Recurrence):
         self.seen.append(x)
         return super().convolve(x, *others)
 
-    def attend(self, *given: Any) -> torch.Tensor:
-        self.seen.append(torch.cat([x.flatten(1) for x in given[:5] if x is not None], dim=1))
-        return super().attend(*given)
+    def attend(self, *arguments: Any) -> torch.Tensor:
+        self.seen.append(torch.cat([x.flatten(1) for x in arguments[:5] if x is not None], dim=1))
+        return super().attend(*arguments)
 
 
 def _poison(_module: torch.nn.Module, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ def attend_by_role(
 
 def attention_inputs(tokens: torch.Tensor, positions: torch.Tensor | None, source: torch.Tensor, source_positions: Any) -> Any:
     """Returns keyword arguments of a model for tokens of the target and of the source, each [1, tokens]."""
-    given = {
+    inputs = {
         "input_ids": source,
         "attention_mask": torch.ones_like(source),  # otherwise T5Gemma hides tokens with the id of padding
         "decoder_input_ids": tokens,
@@ -109,7 +109,7 @@ def attention_inputs(tokens: torch.Tensor, positions: torch.Tensor | None, sourc
         "use_cache": False,
     }
     places = {"position_ids": source_positions, "decoder_position_ids": positions}
-    return given | {name: place for name, place in places.items() if place is not None}
+    return inputs | {name: place for name, place in places.items() if place is not None}
 
 
 class _Seq2SeqProbe(Probe):
@@ -120,8 +120,8 @@ class _Seq2SeqProbe(Probe):
     def forward(self, ids: torch.Tensor, positions: torch.Tensor | None, **arguments: Any) -> Any:
         tokens = ids.unsqueeze(0)
         places = None if positions is None else positions.to(self.device).unsqueeze(0)
-        given = attention_inputs(tokens, places, tokens, places)
-        return self.run(**{"ring_attention": Alone(), **given, **arguments})
+        inputs = attention_inputs(tokens, places, tokens, places)
+        return self.run(**{"ring_attention": Alone(), **inputs, **arguments})
 
     def find_roles(self) -> None:
         """Gives every attention of the model its role. Raises HuggingFaceError if one has none."""

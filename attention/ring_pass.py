@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
-from longctx.attention.kernels import Kernel, Mode, choose_kernel
+from longctx.attention.kernels import Kernel, Options, choose_kernel
 from longctx.attention.kernels.contract import request_of
 from longctx.attention.ring_schedule import ExchangeRound, Hop, Schedule
 from longctx.attention.segment_builder import Call
@@ -55,9 +55,9 @@ class RingPass:
         self.sum_dtype = torch.promote_types(k.dtype, torch.float32)
 
     @property
-    def mode(self) -> Mode:
-        """How a kernel call runs now."""
-        return Mode(self.call.deterministic, overlapped=self.in_flight > 0)
+    def options(self) -> Options:
+        """Options of a kernel call now."""
+        return Options(self.scale, self.call.softcap, self.call.deterministic, overlapped=self.in_flight > 0)
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
@@ -81,8 +81,8 @@ class RingPass:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
         """Returns out and lse of a kernel call. Raises KernelError if no kernel supports it."""
-        given = q, *self.keys(k, v, received, part), part.segments
-        return self._kernel(*given).forward(*given, self.scale, self.call.softcap, self.mode)
+        inputs = q, *self.keys(k, v, received, part), part.segments
+        return self._kernel(*inputs).forward(*inputs, self.options)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, received: Tensor | None, part: Call
@@ -90,7 +90,7 @@ class RingPass:
         """Returns dq, dk and dv of a kernel call."""
         keys, segments = self.keys(k, v, received, part), part.segments
         kernel = self._kernel(q, *keys, segments)
-        return kernel.backward(dout, q, *keys, out, lse, segments, self.scale, self.call.softcap, self.mode)
+        return kernel.backward(dout, q, *keys, out, lse, segments, self.options)
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Kernel:
         call, bands = self.call, self.schedule.bands

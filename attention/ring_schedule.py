@@ -218,14 +218,14 @@ class _HeldDocument:
     def messages(self, number: int) -> Iterator[_Message]:
         """Yields all messages that this rank sends and receives in a round."""
         seats, mine, rounds = len(self.ranks), self.seat, self.queries.rounds
-        here = self._node_of(mine)
-        for other in self.nodes[here] if self.nodes else range(seats):
+        node = self._node_of(mine)
+        for other in self.nodes[node] if self.nodes else range(seats):
             for incoming, source, target in ((False, mine, other), (True, other, mine)):
                 distance = (target - source) % seats
                 if distance and number == (0 if self.nodes else round_of(distance, seats, rounds)):
                     yield _Message(0, incoming, self.ranks[other], source, self.needed(source, [target]))
-        for there in range(len(self.nodes) if number else 0):
-            for incoming, source_node, target_node in ((False, here, there), (True, there, here)):
+        for peer_node in range(len(self.nodes) if number else 0):
+            for incoming, source_node, target_node in ((False, node, peer_node), (True, peer_node, node)):
                 distance = (target_node - source_node) % len(self.nodes)
                 round_of_part = rounds_between(distance, len(self.nodes), rounds) if distance else []
                 if parts := [part for part, its_round in enumerate(round_of_part) if its_round == number]:

@@ -141,16 +141,16 @@ def _ring_index(shard: Shard, rank: int) -> int:
 
 def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
     """Returns the rows of each document's chunks in the received parts (rank by rank), in the order of the wide shard."""
-    found: list[dict[int, tuple[range, range]]] = [{} for _ in shards]
+    places: list[dict[int, tuple[range, range]]] = [{} for _ in shards]
     row = 0
     for mate in mates:
         for i, shard in enumerate(shards):
             part = shard.at(_ring_index(shard, mate), shard.degree)
             middle, stop = row + part.head_tokens, row + part.tokens
-            found[i][part.ring_index] = range(row, middle), range(middle, stop)
+            places[i][part.ring_index] = range(row, middle), range(middle, stop)
             row = stop
     order = []
-    for parts in found:
+    for parts in places:
         chunks = [parts[ring_index] for ring_index in sorted(parts)]
         order += [head for head, _ in chunks] + [tail for _, tail in reversed(chunks)]
     return order

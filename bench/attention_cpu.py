@@ -19,7 +19,7 @@ import torch.distributed as dist
 from harness import facts, options
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending
-from longctx.attention.kernels import cpu
+from longctx.attention.kernels import Options, cpu
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Layout, Placement
 
@@ -61,7 +61,11 @@ def measure(tokens: int) -> dict[str, Any]:
     *leaves, dout = inputs(layout.tokens)
     for x in leaves:
         x.requires_grad_()
-    whole, segments, scale = inputs(tokens if rank == 0 else 0), [Segment(0, tokens, 0, tokens, hi=0)], HEAD_DIM**-0.5
+    whole, segments, options = (
+        inputs(tokens if rank == 0 else 0),
+        [Segment(0, tokens, 0, tokens, hi=0)],
+        Options(HEAD_DIM**-0.5),
+    )
 
     def ring() -> None:
         torch.autograd.grad(attention(*leaves), leaves, dout)
@@ -69,8 +73,8 @@ def measure(tokens: int) -> dict[str, Any]:
     def single() -> None:
         if rank == 0:
             q, k, v, dout = whole
-            out, lse = cpu.forward(q, k, v, segments, scale)
-            cpu.backward(dout, q, k, v, out, lse, segments, scale)
+            out, lse = cpu.forward(q, k, v, segments, options)
+            cpu.backward(dout, q, k, v, out, lse, segments, options)
 
     ring()
     bytes_sent = torch.tensor(float(Counting.sent))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from harness import median_s, repeats
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
-from longctx.attention.kernels import KernelRequest, choose_kernel
+from longctx.attention.kernels import KernelRequest, Options, choose_kernel
 from longctx.attention.operator import begin
 from longctx.attention.operator import forward as ring_forward
 from longctx.attention.ring_pass import NO_LAYER
@@ -94,7 +94,7 @@ GPU_SMOKE = replace(SMOKE, head_dim=64, dtype=torch.bfloat16, checked_dtypes=(to
 def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """Measures a row: seconds of forward and backward, and derived values."""
     name, tokens, degree, documents = cell.values()
-    length, scale = tokens * degree // documents, sizes.head_dim**-0.5
+    length, options = tokens * degree // documents, Options(sizes.head_dim**-0.5)
     rounds = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
     placements = [Placement(document, 0, degree, rounds=rounds) for document in range(documents)]
     # The layout gets rank 0, the rank of this process, but keeps its ring index.
@@ -131,17 +131,17 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
         for call in (call for round_ in ring.schedule.rounds for call in round_.calls):
             keys = pool[: sum(s.k_stop - s.k_start for s in call.segments)].unflatten(1, (2 * sizes.kv_heads, sizes.head_dim))
             calls.append((keys[:, : sizes.kv_heads], keys[:, sizes.kv_heads :], call.segments))
-        row["forward_calls"] = seconds(lambda: [kernel.forward(q, *part, scale) for part in calls])
+        row["forward_calls"] = seconds(lambda: [kernel.forward(q, *part, options) for part in calls])
         row["backward_calls"] = seconds(
-            lambda: [kernel.backward(dout, q, a, b, final, lse, segments, scale) for a, b, segments in calls]
+            lambda: [kernel.backward(dout, q, a, b, final, lse, segments, options) for a, b, segments in calls]
         )
 
         each = round(length / degree**0.5)
         single = [Segment(i * each, (i + 1) * each, i * each, (i + 1) * each, hi=0) for i in range(documents)]
         q, k, v, dout = random(single[-1].q_stop, sizes, device)
-        row["forward_single"] = seconds(lambda: kernel.forward(q, k, v, single, scale))
-        final, lse = kernel.forward(q, k, v, single, scale)
-        row["backward_single"] = seconds(lambda: kernel.backward(dout, q, k, v, final, lse, single, scale))
+        row["forward_single"] = seconds(lambda: kernel.forward(q, k, v, single, options))
+        final, lse = kernel.forward(q, k, v, single, options)
+        row["backward_single"] = seconds(lambda: kernel.backward(dout, q, k, v, final, lse, single, options))
     row |= {"rounds": rounds, "calls": len(calls), "flop_a_pair": 4 * sizes.heads * sizes.head_dim}  # of forward
     row["pairs"] = sum(pairs(segment) for *_, segments in calls for segment in segments)
     row["single_pairs"] = sum(map(pairs, single))

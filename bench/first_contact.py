@@ -46,7 +46,7 @@ def main() -> None:
     if not torch.cuda.is_available() and not given.smoke:
         parser.error("no GPU is available: run this on a machine with a GPU, or use --smoke to test the script")
     began, failures = time.monotonic(), list[str]()
-    about = facts("longctx", "torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "liger-kernel", "torchao")
+    about = facts("longctx", "torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "torchao")
     with ProcessPoolExecutor(1, get_context("spawn")) as other:  # the memory that it takes on the GPU is given back with it
         about |= other.submit(device_rates, small=given.smoke).result()
     page = given.out.with_suffix(".md")

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from longctx.attention import ring_pass
 from longctx.attention.kernels import KERNELS
-from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
+from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 from longctx.attention.segments import Segment, Segments
 from longctx.cli import main
 from longctx.comparison import measured
@@ -114,24 +114,13 @@ class ModelledKernel:
     def refusal(self, request: KernelRequest) -> str | None:
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, softcap: float = 0.0, mode: Mode = DEFAULT
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
         self.device.sleep(self.device.s_per_pair * FORWARD * pairs(segments))
         return q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float32), q.new_zeros(q.shape[:2], dtype=torch.float32)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        *rest: Any,
-        **more: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+    ) -> Gradients:
         self.device.sleep(self.device.s_per_pair * (1 - FORWARD) * pairs(segments))
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 

@@ -53,7 +53,7 @@ _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)
 
 
 @dataclass
-class Found:
+class SourceCounts:
     """Counts of one pass over the source.
 
     Attributes:
@@ -117,32 +117,32 @@ class Corpus:
             digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n{note}".encode())
         return digest.hexdigest()
 
-    def documents(self, found: Found | None = None) -> Iterator[Document]:
-        """Yields all documents with at least one character, always in the same order, and counts in `found`.
+    def documents(self, counts: SourceCounts | None = None) -> Iterator[Document]:
+        """Yields all documents with at least one character, always in the same order, and adds to `counts`.
 
         Raises CorpusError naming file and line or row of the first malformed record, or the first document of another format
         if the source has preference pairs.
         """
-        found = found if found is not None else Found()
-        for documents in self._records(found):
-            found.useless_pairs += not documents
+        counts = counts if counts is not None else SourceCounts()
+        for documents in self._records(counts):
+            counts.useless_pairs += not documents
             for document in documents:
-                found.read_anew |= document.read_anew
+                counts.read_anew |= document.read_anew
                 for key in document.unused:
-                    found.unused[key] = found.unused.get(key, 0) + 1
+                    counts.unused[key] = counts.unused.get(key, 0) + 1
                 if document.text == "" or not document.has_loss:
-                    found.empty += document.text == ""
-                    found.untrained += not document.has_loss
+                    counts.empty += document.text == ""
+                    counts.untrained += not document.has_loss
                     continue
-                found.formats[document.format] = found.formats.get(document.format, 0) + 1
-                if PAIRS in found.formats and len(found.formats) > 1:
+                counts.formats[document.format] = counts.formats.get(document.format, 0) + 1
+                if PAIRS in counts.formats and len(counts.formats) > 1:
                     raise CorpusError(
-                        f"{document.name} has format {document.format}, but the source has {' and '.join(found.formats)}: "
+                        f"{document.name} has format {document.format}, but the source has {' and '.join(counts.formats)}: "
                         "preference pairs need another loss and cannot be mixed with other formats; prepare them separately"
                     )
                 yield document
 
-    def _records(self, found: Found) -> Iterator[list[Document]]:
+    def _records(self, counts: SourceCounts) -> Iterator[list[Document]]:
         """Yields the documents of every record; an empty list for a pair without a preference."""
         if self.kind == "dataset":
             yield from read_dataset(self.root, self.text_column, self.bytes)
@@ -154,7 +154,7 @@ class Corpus:
             elif (text := read_text(file)) is not None:
                 yield [Document(name, file.stat().st_size, text)]
             else:
-                found.not_text.append(name)
+                counts.not_text.append(name)
 
     def _reader(self, file: Path) -> Reader | None:
         """Returns what reads the records of a file; None: it is one text."""

@@ -174,13 +174,13 @@ def _conversations(
             elif messages[0].get("content") != system["content"]:
                 raise FormatError("`system` differs from the system message at the start: remove one of the two")
         messages, without_loss = _loss(messages)
-        own, share = (f"{name}#{side}", source_bytes / 2) if kind == PAIRS else (name, source_bytes)
+        document_name, share = (f"{name}#{side}", source_bytes / 2) if kind == PAIRS else (name, source_bytes)
         anew = read_anew or bool(without_loss)
         for message in messages:
             if message.keys() - {"role", "content"}:
                 anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
         rest = first, weight, kind, without_loss, anew
-        documents.append(Document(own, share, None, tuple(messages), tools, *rest))
+        documents.append(Document(document_name, share, None, tuple(messages), tools, *rest))
         if kind == PAIRS and not documents[-1].has_loss:
             raise FormatError(f"the {side} answer has no loss, which its messages switch off: remove the record")
     return documents, {*used, *BESIDE}

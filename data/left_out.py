@@ -44,10 +44,10 @@ def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, tr
             stop = _take(rest, part, start)
             start = stop or start
             pieces = [] if stop else [piece.strip() for piece in _BETWEEN.split(part) if _WORD.search(piece)]
-            there = [piece for piece in pieces if _take(rest, piece, start)]
-            if stop or there:
+            shown_pieces = [piece for piece in pieces if _take(rest, piece, start)]
+            if stop or shown_pieces:
                 shown.add(index)
-            if not stop and (not there or there != pieces):
+            if not stop and (not shown_pieces or shown_pieces != pieces):
                 missing.add(name)
     for turn in trained:
         names = sorted({name for group in parts[:4] for index, name, _ in group if index == turn})

@@ -145,13 +145,13 @@ class Loader(Iterator[StepBatch]):
         """
         state = self._checked(state, ("seed", "held_out"))
         seen = {**state.get("earlier", {}), **_positions(state)}
-        here = _positions(self.state_dict())
-        places = [(seen.get(fingerprint), new) for fingerprint, new in here.items()]
-        cursors = [found["cursor"] if found and found["cut"] == new["cut"] else None for found, new in places]
-        epochs = [found["epoch"] + 1 if found else 0 for found, _ in places]
+        positions = _positions(self.state_dict())
+        places = [(seen.get(fingerprint), new) for fingerprint, new in positions.items()]
+        cursors = [earlier["cursor"] if earlier and earlier["cut"] == new["cut"] else None for earlier, new in places]
+        epochs = [earlier["epoch"] + 1 if earlier else 0 for earlier, _ in places]
         self._discard()
         self._step, self._cursor = int(state["step"]), self.sampler.resume_cursor(cursors, epochs)
-        self._earlier = {fingerprint: found for fingerprint, found in seen.items() if fingerprint not in here}
+        self._earlier = {fingerprint: earlier for fingerprint, earlier in seen.items() if fingerprint not in positions}
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
         """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here.

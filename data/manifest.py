@@ -150,10 +150,10 @@ class Manifest:
         except (ValueError, TypeError, AttributeError) as error:
             raise StoreError(f"{path} is damaged: {error}; {again}") from error
         for name, (file, size) in files.items():
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
+            actual = file.stat().st_size if file.is_file() else None
+            if actual != size:
                 raise StoreError(
-                    f"store {folder} is damaged: {name} {'is missing' if found is None else f'has {found:,} bytes'}, "
+                    f"store {folder} is damaged: {name} {'is missing' if actual is None else f'has {actual:,} bytes'}, "
                     f"but should have {size:,} bytes; {again}"
                 )
         return manifest

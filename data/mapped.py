@@ -41,16 +41,16 @@ class MappedFile:
     def _open(self) -> None:
         source = pyarrow.BufferReader(self._bytes)
         reader = pyarrow.ipc.open_stream(source)
-        found, ends = [], [0]
+        batches, ends = [], [0]
         for batch in reader:
             batch.validate()
-            found.append(batch)
+            batches.append(batch)
             ends.append(source.tell())
         ends[-1] = len(self._bytes)
-        self.table = pyarrow.Table.from_batches(found, reader.schema)
+        self.table = pyarrow.Table.from_batches(batches, reader.schema)
         if missing := set(COLUMNS) - set(self.table.column_names):
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        self.batches = [_batch(self, batch, *span) for batch, *span in zip(found, ends, ends[1:], strict=False)]
+        self.batches = [_batch(self, batch, *span) for batch, *span in zip(batches, ends, ends[1:], strict=False)]
 
     def damage(self, start: int = 0, stop: int | None = None) -> str:
         """Verifies the chunks of a span of bytes that no earlier call has. Returns what is wrong; empty if nothing is."""

@@ -114,10 +114,10 @@ class Mixture:
             total = sum(taken for _, taken in places)
             next_one = max(range(len(places)), key=lambda number: self.shares[number] * total - places[number][1])
             place, taken = places[next_one]
-            found, place = self.samplers[next_one].step(place)
-            added = sum(piece.length for piece in found)
+            new_pieces, place = self.samplers[next_one].step(place)
+            added = sum(piece.length for piece in new_pieces)
             places[next_one] = place, taken + added
-            pieces += found
+            pieces += new_pieces
             tokens += added
         return tuple(pieces), tuple(places)
 

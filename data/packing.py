@@ -267,9 +267,9 @@ def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1, ahead: int = 0
     for shard in layout.shards:
         row = shard.offset
         for start, stop in (shard.head, shard.tail):
-            found = read(shard.document, start, min(stop + ahead, shard.length))
+            spans = read(shard.document, start, min(stop + ahead, shard.length))
             for further in range(1 + ahead):
-                for columns, values in zip((tokens, labels), found, strict=True):
+                for columns, values in zip((tokens, labels), spans, strict=True):
                     seen = values[further : further + stop - start]
                     columns[row : row + len(seen), further] = seen
             positions[row : row + stop - start] = np.arange(start, stop)

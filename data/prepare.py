@@ -18,7 +18,7 @@ import numpy as np
 from longctx import tokenizer_files
 from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
-from longctx.data.corpus import STANDARD_LIBRARY, Corpus, Found, open_corpus
+from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
@@ -121,20 +121,20 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         max_length=request.max_length,
         workers=workers,
     )
-    found = Found()
-    parts = write_parts(folder, request.corpus, encoder, found, progress=progress)
-    _check_targets(request.corpus, found, parts, request.max_length)
-    conversations = bool(set(found.formats) - {"text"})
+    counts = SourceCounts()
+    parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
+    _check_targets(request.corpus, counts, parts, request.max_length)
+    conversations = bool(set(counts.formats) - {"text"})
     if pretrained is not None and request.templates is None and conversations:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
-    fingerprint = request.fingerprint(tokenizer, found, conversations)
+    fingerprint = request.fingerprint(tokenizer, counts, conversations)
     write_dataset_files(folder, tokenizer, parts, fingerprint)
     manifest = _manifest(
         folder,
         request.corpus,
         tokenizer,
         parts,
-        found,
+        counts,
         request=request.digests[conversations],
         fingerprint=fingerprint,
         template=request.template_in_words(tokenizer) if conversations else "",
@@ -146,12 +146,12 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     return manifest
 
 
-def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:
+def _tokenizer(folder: Path, corpus: Corpus, ready_made: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:
     """Returns the given tokenizer, one trained by an interrupted preparation, or a new one; saved in `folder`."""
     file = folder / TOKENIZER
-    if given is None and file.is_file():
+    if ready_made is None and file.is_file():
         return Tokenizer.load(file)
-    tokenizer = given or Tokenizer.train(_training_texts(corpus, progress), vocab_size)
+    tokenizer = ready_made or Tokenizer.train(_training_texts(corpus, progress), vocab_size)
     unfinished = folder / (TOKENIZER + ".unfinished")
     tokenizer.save(unfinished)
     unfinished.rename(file)
@@ -193,17 +193,17 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
         )
 
 
-def _check_targets(corpus: Corpus, found: Found, parts: Sequence[Part], max_length: int | None) -> None:
+def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], max_length: int | None) -> None:
     """Raises CorpusError if there is nothing to train on."""
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
-        left_out = [f"{found.empty} {'is' if found.empty == 1 else 'are'} empty"] * bool(found.empty)
-        if found.untrained:
-            left_out.append(f"{found.untrained} switch off the loss of every turn")
-        if found.useless_pairs:
-            left_out.append(f"{found.useless_pairs} pairs have equal or empty completions")
-        if found.not_text:
-            left_out.append(f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3])})")
+        left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
+        if counts.untrained:
+            left_out.append(f"{counts.untrained} switch off the loss of every turn")
+        if counts.useless_pairs:
+            left_out.append(f"{counts.useless_pairs} pairs have equal or empty completions")
+        if counts.not_text:
+            left_out.append(f"{len(counts.not_text)} files are not UTF-8 text ({', '.join(counts.not_text[:3])})")
         left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
         why = ", ".join(left_out) or "it is empty"
         raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with text or conversations")
@@ -220,7 +220,7 @@ def _manifest(
     corpus: Corpus,
     tokenizer: Tokenizer,
     parts: Sequence[Part],
-    found: Found,
+    counts: SourceCounts,
     **settings: Any,
 ) -> Manifest:
     longest = max(parts, key=lambda part: part.longest_length)
@@ -239,10 +239,10 @@ def _manifest(
         trained_tokens=sum(part.trained_tokens for part in parts),
         longest_name=longest.longest_name,
         longest_length=longest.longest_length,
-        empty_documents=found.empty,
+        empty_documents=counts.empty,
         not_read=dict(corpus.not_read),
-        skipped_files=len(found.not_text),
-        skipped_names=tuple(found.not_text[:SKIPPED_NAMES]),
+        skipped_files=len(counts.not_text),
+        skipped_names=tuple(counts.not_text[:SKIPPED_NAMES]),
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         end_of_document_token=tokenizer.end_of_document_token,
@@ -253,11 +253,11 @@ def _manifest(
         lossy_documents=sum(part.lossy_documents for part in parts),
         lossiest_name=lossiest.lossiest_name,
         lossiest_characters=lossiest.lossiest_characters,
-        formats=found.formats,
-        pairs=PAIRS in found.formats,
-        useless_pairs=found.useless_pairs,
-        untrained_documents=found.untrained,
-        unused=found.unused,
+        formats=counts.formats,
+        pairs=PAIRS in counts.formats,
+        useless_pairs=counts.useless_pairs,
+        untrained_documents=counts.untrained,
+        unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
         reading=READING,
         dropped_documents=sum(part.dropped_documents for part in parts),

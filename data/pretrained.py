@@ -66,9 +66,9 @@ class Pretrained:
             has_files = any(file.suffix != ".jinja" for file in find(folder))
             why = f"transformers cannot load a tokenizer from {name}: {_first_line(error)}"
             why = why if has_files else f"there is no tokenizer in {name}"
-            found = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
+            content = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
             raise TokenizerError(
-                f"{why}; the folder must contain tokenizer.json and tokenizer_config.json, but contains {found}"
+                f"{why}; the folder must contain tokenizer.json and tokenizer_config.json, but contains {content}"
             ) from error
         backend = getattr(loaded, "backend_tokenizer", None)
         if backend is None:

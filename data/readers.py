@@ -138,10 +138,10 @@ def read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Doc
     row = 0
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        wanted = _columns(table.schema_arrow.names, column, str(file))
-        unread = dict.fromkeys(set(table.schema_arrow.names) - set(wanted), ...)  # so that records count them as not used
+        names = _columns(table.schema_arrow.names, column, str(file))
+        unread = dict.fromkeys(set(table.schema_arrow.names) - set(names), ...)  # so that records count them as not used
         share = file.stat().st_size / max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(batch_size=256, columns=wanted):
+        for batch in table.iter_batches(batch_size=256, columns=names):
             for record in batch.to_pylist():
                 yield _documents(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", column, share)
                 row += 1
@@ -164,9 +164,9 @@ def read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[D
     except UserError:
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
-        said = f"{type(error).__name__}: {brief(error)}"
+        reason = f"{type(error).__name__}: {brief(error)}"
         raise CorpusError(
-            f"{folder} looks like a saved dataset, but `datasets` cannot read it ({said}): save it again"
+            f"{folder} looks like a saved dataset, but `datasets` cannot read it ({reason}): save it again"
         ) from error
 
 

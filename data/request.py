@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.data.chat import TRAIN_ON, ChatError, ChatML
-from longctx.data.corpus import Corpus, Found
+from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import VERSION
 from longctx.data.markup import Markup
@@ -66,7 +66,7 @@ class StoreRequest:
             raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
         if max_length is not None and max_length < 2:
             raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
-        given, pretrained = _given_tokenizer(tokenizer, end_of_document)
+        ready_made, pretrained = _given_tokenizer(tokenizer, end_of_document)
         templates = _with_variables(_templates(pretrained, chat_template), variables)
         settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
         if max_length is not None:
@@ -80,12 +80,12 @@ class StoreRequest:
             settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
             markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
             template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on)
-        late_end = template.ends_no_turn if template is not None else given is None or ChatML(given).ends_as_text
+        late_end = template.ends_no_turn if template is not None else ready_made is None or ChatML(ready_made).ends_as_text
         ends = {"end": True} if late_end and train_on != "all" else {}
         return cls(
             corpus,
             tokenizer,
-            given,
+            ready_made,
             pretrained,
             templates,
             template,
@@ -105,15 +105,15 @@ class StoreRequest:
         request = {"version": VERSION, "source": self.source, "tokenizer": choice, **self.settings}
         return {False: digest(request), True: digest({**request, **self.ends})}
 
-    def fingerprint(self, tokenizer: Tokenizer, found: Found, conversations: bool) -> str:
+    def fingerprint(self, tokenizer: Tokenizer, counts: SourceCounts, conversations: bool) -> str:
         """Returns the fingerprint of the store that was made."""
         content = {"source": self.source, "tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
         content |= self.settings
-        if PAIRS in found.formats:  # earlier versions may have read other documents from these records
+        if PAIRS in counts.formats:  # earlier versions may have read other documents from these records
             content["pairs"] = True
         if conversations:
             content |= self.ends
-        if found.read_anew:
+        if counts.read_anew:
             content["reading"] = READING
         return digest({"version": VERSION, **content})
 

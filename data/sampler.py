@@ -84,11 +84,11 @@ class Steps(Protocol):
 
 def first_lengths(steps: Steps, count: int) -> list[list[int]]:
     """Returns the lengths of the pieces of the first `count` steps."""
-    found, cursor = [], steps.start
+    lengths, cursor = [], steps.start
     for _ in range(count):
         pieces, cursor = steps.step(cursor)
-        found.append([piece.length for piece in pieces])
-    return found
+        lengths.append([piece.length for piece in pieces])
+    return lengths
 
 
 def _check_settings(global_tokens: int, seed: int, max_length: int, long_documents: str) -> None:

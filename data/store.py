@@ -128,8 +128,10 @@ class Store:
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
             raise StoreError(f"store {path} has files of another store: prepare it again with `longctx prepare --overwrite`")
         for column, total in (("length", manifest.tokens), ("trained_tokens", manifest.trained_tokens)):
-            if (found := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)) != total:
-                problem = next(filter(None, (file.damage() for file in files)), f"{column} adds up to {found:,}, not {total:,}")
+            if (actual := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)) != total:
+                problem = next(
+                    filter(None, (file.damage() for file in files)), f"{column} adds up to {actual:,}, not {total:,}"
+                )
                 raise StoreError(f"store {path} is damaged: {problem}; {again}")
         if "weight" not in table.column_names:  # in stores of older versions
             table = table.append_column("weight", pyarrow.array(np.ones(table.num_rows)))
@@ -195,11 +197,11 @@ class Store:
         """Returns the sum of `tokens`, given per entry of `documents`, by the path of their store; {} for a single store."""
         if len(self.sources) == 1:
             return {}
-        found = dict.fromkeys((str(source.path) for source in self.sources), 0)
+        by_path = dict.fromkeys((str(source.path) for source in self.sources), 0)
         firsts = [source.documents.start for source in self.sources]
         for place, count in zip(np.searchsorted(firsts, documents, side="right") - 1, tokens, strict=True):
-            found[str(self.sources[place].path)] += count
-        return found
+            by_path[str(self.sources[place].path)] += count
+        return by_path
 
     def name(self, document: int) -> str:
         return str(self._names[document].as_py())
@@ -233,12 +235,12 @@ class Store:
 
     def has_targets(self, documents: Int64Array, starts: Int64Array, stops: Int64Array) -> npt.NDArray[np.bool_]:
         """Returns which of these spans have a target as separate documents; reads those that are parts of conversations."""
-        found: npt.NDArray[np.bool_] = stops - starts > 1
+        has_target: npt.NDArray[np.bool_] = stops - starts > 1
         whole = stops - starts == self.lengths[documents]
-        found[whole] = self.trained_tokens[documents[whole]] > 0
-        for place in np.flatnonzero(found & ~whole & (self.trained_tokens < self.lengths - 1)[documents]):
-            found[place] = self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
-        return found
+        has_target[whole] = self.trained_tokens[documents[whole]] > 0
+        for place in np.flatnonzero(has_target & ~whole & (self.trained_tokens < self.lengths - 1)[documents]):
+            has_target[place] = self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
+        return has_target
 
     def _read(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Returns tokens of a document and which may be targets. Raises StoreError if they are damaged."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from longctx.data.corpus import Corpus, Found
+from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.formats import READING
 from longctx.data.manifest import TOKENIZER, Manifest, StoreError, is_store
 from longctx.data.writer import (
@@ -51,8 +51,8 @@ def present(out: Path, requests: Mapping[bool, str], corpus: Corpus, overwrite: 
 
 def _read_anew(corpus: Corpus, manifest: Manifest) -> bool:
     """Returns whether the version that made a store may have read the records differently."""
-    found = Found()
-    return manifest.conversations and (any(found.read_anew for _ in corpus.documents(found)) or found.read_anew)
+    counts = SourceCounts()
+    return manifest.conversations and (any(counts.read_anew for _ in corpus.documents(counts)) or counts.read_anew)
 
 
 @contextmanager
@@ -83,15 +83,15 @@ def _tidy(folder: Path, request: str) -> None:
     """Removes unfinished files, and all files of an interrupted preparation of another request."""
     note = folder / REQUEST
     request = f"{request} {LAYOUT}"
-    found = list(folder.iterdir())
-    if found and not note.is_file():
+    files = list(folder.iterdir())
+    if files and not note.is_file():
         raise StoreError(
             f"{folder} was not made by `longctx prepare`, but the store must be built there: move it, or choose another --out"
         )
     kept: set[str] = set()
-    if found and note.read_text("utf-8") == request:
+    if files and note.read_text("utf-8") == request:
         kept = {REQUEST, TOKENIZER, JOURNAL, *(part.file for part in finished_parts(folder))}
-    for file in found:
+    for file in files:
         if file.is_dir():
             shutil.rmtree(file)
         elif file.name not in kept and file != note:

@@ -153,8 +153,8 @@ class Template:
             if compiled and not marks and not any(key in message for message in messages for key in _TEXTS[1:]):
                 # As render_jinja_template, for messages without reasoning, but without copying everything: half the time.
                 template = compiled(self._texts[bool(tools)])
-                given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-                text, spans = template.render(**{**given, **self._variables}), []
+                variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+                text, spans = template.render(**{**variables, **self._variables}), []
             else:
                 (text,), spans = chat_template_utils.render_jinja_template(
                     conversations=[list(messages)],

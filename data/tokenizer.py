@@ -139,8 +139,8 @@ class Tokenizer:
         Raises TokenizerError if the vocabulary has none.
         """
         candidates = KNOWN_MASKS if token is None else (token,)
-        found = (self._inner.token_to_id(candidate) for candidate in candidates)
-        mask = next((number for number in found if number is not None), None)
+        numbers = (self._inner.token_to_id(candidate) for candidate in candidates)
+        mask = next((number for number in numbers if number is not None), None)
         if mask is None:
             raise TokenizerError(
                 f"none of {', '.join(candidates)} is in the vocabulary: name its mask token (masked.token TOKEN)"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow
 
 from longctx.checksums import SummedFile, damage, sealed, unsealed
-from longctx.data.corpus import Corpus, Found
+from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.encode import EncodedDocument, Encoder
 from longctx.data.formats import PAIRS, Document
 from longctx.data.store import store_schema
@@ -59,10 +59,10 @@ class Part:
     checksums: str = ""
 
 
-def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *, progress: Progress) -> list[Part]:
+def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCounts, *, progress: Progress) -> list[Part]:
     """Writes the Arrow files that are still missing. Returns all parts."""
     parts = finished_parts(folder)
-    documents = islice(corpus.documents(found), sum(part.documents + part.dropped_documents for part in parts), None)
+    documents = islice(corpus.documents(counts), sum(part.documents + part.dropped_documents for part in parts), None)
     read = sum(part.source_bytes for part in parts)
     writer: _PartWriter | None = None
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:

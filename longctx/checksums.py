@@ -56,13 +56,13 @@ class SummedFile(io.BufferedWriter):
 
 def checksums(path: Path, read: Read = lambda count: None) -> str:
     """Returns the checksums of a file."""
-    found = []
+    sums = []
     buffer = memoryview(bytearray(CHUNK))
     with path.open("rb") as file:
         while count := file.readinto(buffer):
-            found.append(xxh3_128_hexdigest(buffer[:count]))
+            sums.append(xxh3_128_hexdigest(buffer[:count]))
             read(count)
-    return "".join(found)
+    return "".join(sums)
 
 
 def checksums_of(data: Any) -> str:
@@ -74,10 +74,10 @@ def checksums_of(data: Any) -> str:
 def damage(path: Path, expected: str, read: Read = lambda count: None) -> str:
     """Returns what is wrong with a file that had the checksums `expected`; empty if nothing is."""
     try:
-        found = persistent(lambda: checksums(path, read))
+        actual = persistent(lambda: checksums(path, read))
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    wrong = [at // DIGITS for at in range(0, max(len(found), len(expected)), DIGITS) if _at(found, at) != _at(expected, at)]
+    wrong = [at // DIGITS for at in range(0, max(len(actual), len(expected)), DIGITS) if _at(actual, at) != _at(expected, at)]
     if not wrong:
         return ""
     first, last = wrong[0] * CHUNK, (wrong[-1] + 1) * CHUNK

@@ -106,7 +106,7 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module, given = _module(name), [name, *argv]
+    module, command = _module(name), [name, *argv]
     parser = argparse.ArgumentParser(prog=f"longctx {name}", description=module.SUMMARY, formatter_class=HelpFormatter)
     module.add_arguments(parser)
     overrides: list[str] = []
@@ -121,7 +121,7 @@ def _run(name: str, argv: list[str]) -> int:
         from longctx.parallel.launch import launch, launches
 
         if launches(arguments.processes):
-            return launch(arguments.processes, given)
+            return launch(arguments.processes, command)
     return int(module.run(arguments))
 
 

@@ -44,32 +44,32 @@ class SafeLoader(yaml.SafeLoader):
             LookupError,
             ArithmeticError,
         ) as error:  # of values that contradict their tag
-            said = f"is not a valid {node.tag.removeprefix('tag:yaml.org,2002:')}"
-            raise self._refused(node, said) from error
+            mistake = f"is not a valid {node.tag.removeprefix('tag:yaml.org,2002:')}"
+            raise self._refused(node, mistake) from error
         if isinstance(value, int) and abs(value) >= 1 << 63:
             raise self._refused(node, "is a number of more than 64 bits")
         if isinstance(value, str) and not _TEXT.fullmatch(value):
             raise self._refused(node, "has characters that are not text (NUL, or half of a surrogate pair)")
         return value
 
-    def _refused(self, node: yaml.Node, said: str) -> yaml.constructor.ConstructorError:
-        text = f"{shortened(str(node.value), 60)} {said}"
+    def _refused(self, node: yaml.Node, mistake: str) -> yaml.constructor.ConstructorError:
+        text = f"{shortened(str(node.value), 60)} {mistake}"
         return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key_node, yaml.ScalarNode):
-                said = "a key must be text or a number, not a list or mapping"
-                raise yaml.constructor.ConstructorError(None, None, said, key_node.start_mark)
+                mistake = "a key must be text or a number, not a list or mapping"
+                raise yaml.constructor.ConstructorError(None, None, mistake, key_node.start_mark)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             if key_node.tag != "tag:yaml.org,2002:int":  # such as `on` and 1.5, which are text where a name is expected
                 key_node.tag = "tag:yaml.org,2002:str"
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                said = f"key {shortened(str(key), 60)!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, said, key_node.start_mark)
+                mistake = f"key {shortened(str(key), 60)!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, mistake, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -89,9 +89,9 @@ def parse(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        said = ", ".join(filter(None, (error.context, error.problem)))
-        hint = "; indent with spaces instead of tabs" if "'\\t'" in said else ""
-        raise YamlError(f"{where}{shortened(said, 300)}{hint}") from error
+        mistake = ", ".join(filter(None, (error.context, error.problem)))
+        hint = "; indent with spaces instead of tabs" if "'\\t'" in mistake else ""
+        raise YamlError(f"{where}{shortened(mistake, 300)}{hint}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"line {line}: character U+{int(error.character):04X} is not allowed: remove it") from error
@@ -116,8 +116,8 @@ def _check_size(node: yaml.Node, depth: int = 0, counted: list[int] | None = Non
     counted = [0] if counted is None else counted
     counted[0] += 1
     if depth > DEEPEST or counted[0] > MOST_VALUES:
-        said = f"more than {DEEPEST} levels of nesting" if depth > DEEPEST else f"more than {MOST_VALUES:,} values"
-        raise yaml.constructor.ConstructorError(None, None, f"{said}, aliases included", node.start_mark)
+        mistake = f"more than {DEEPEST} levels of nesting" if depth > DEEPEST else f"more than {MOST_VALUES:,} values"
+        raise yaml.constructor.ConstructorError(None, None, f"{mistake}, aliases included", node.start_mark)
     if isinstance(node, yaml.CollectionNode):
         for child in node.value:
             for part in child if isinstance(child, tuple) else (child,):

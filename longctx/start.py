@@ -28,7 +28,7 @@ from longctx.training.build import attention_requests, join_run
 from longctx.training.checks import check_export, check_model, check_pairs, check_vocabulary
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
-from longctx.training.optimizer import MOMENTS
+from longctx.training.optimizer import state_bytes
 from longctx.training.run import Run
 from longctx.training.run_profile import ProfilesDiffer
 from longctx.training.saved import checkpoint
@@ -121,7 +121,8 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)
         refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
-    size = 0 if config.checkpoint.every is None else (1 + MOMENTS) * 4 * spec.trained_parameters  # in float32
+    saved_bytes = torch.float32.itemsize + state_bytes(config.optimizer)
+    size = 0 if config.checkpoint.every is None else saved_bytes * spec.trained_parameters
     saved, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from longctx.attention.kernels import flash_4, reference
+from longctx.attention.kernels import Options, flash_4, reference
 from longctx.attention.segments import Segment
 
 Tensor = torch.Tensor
@@ -93,7 +93,7 @@ class Sequences:
 
 
 def attend(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: Any) -> Any:
-    out, lse = reference.forward(q, k, v, sequences.segments(*window), scale, softcap)
+    out, lse = reference.forward(q, k, v, sequences.segments(*window), Options(scale, softcap))
     queries, _ = sequences.lonely()
     out[queries], lse[queries] = float("nan"), float("inf")
     return out, lse.T.contiguous()
@@ -105,7 +105,7 @@ def differentiate(
     dout, q, k, v, out, lse = tensors
     assert dout.stride(-1) == 1 and out.stride(-1) == 1 and dout.shape == out.shape == (*q.shape[:2], v.shape[2])
     assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous() and lse.dtype == torch.float32
-    dq, dk, dv = reference.backward(dout, q, k, v, out, lse.T, sequences.segments(*window), scale, softcap)
+    dq, dk, dv = reference.backward(dout, q, k, v, out, lse.T, sequences.segments(*window), Options(scale, softcap))
     queries, keys = sequences.lonely()
     dq[queries], dk[keys], dv[keys] = float("nan"), float("nan"), float("nan")
     return dq, dk, dv

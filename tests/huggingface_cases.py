@@ -75,6 +75,12 @@ def make_documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     return [torch.randint(0, SIZE["vocab_size"], (length,), generator=generator) for length in lengths]
 
 
+def one_document(model: Any, length: int = 16) -> dict[str, Any]:
+    """Returns the inputs of a prepared model for one document on one rank."""
+    (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
+    return model_inputs(model, batch, targets)
+
+
 def unpacked(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
     """Returns loss and gradients of one process that trains one document at a time."""
     targets = sum(len(document) - 1 for document in documents)

@@ -30,7 +30,7 @@ SETTINGS = [
     "optimizer.learning_rate=0.02",
     "checkpoint.every=5",
 ]
-STEPS = 5
+STEPS = 3
 Tensors = dict[str, torch.Tensor]
 
 

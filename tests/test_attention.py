@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention, ring_pass
 from longctx.attention.inputs import AttentionInputError
-from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, choose_kernel, contract, cpu
+from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, Options, choose_kernel, contract, cpu
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
 from tests.attention_cases import Case, gather, run_case
@@ -252,8 +252,8 @@ def test_kernels_do_not_round_what_they_add_up(kernel: str) -> None:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(600, 2, 16).bfloat16() for _ in range(4))
     window = [Segment(0, 600, 0, 600, -400, 0)]
-    out, lse = KERNELS[kernel].forward(q, k, v, window, 0.25)
-    _, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out.bfloat16(), lse, window, 0.25)
+    out, lse = KERNELS[kernel].forward(q, k, v, window, Options(0.25))
+    _, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out.bfloat16(), lse, window, Options(0.25))
     assert not torch.equal(dk, dk.bfloat16()) and not torch.equal(dv, dv.bfloat16())
 
 

@@ -376,6 +376,6 @@ def test_the_examples_are_valid(repository: Path, name: str, world_size: int) ->
 
 def test_a_removed_setting_is_no_obstacle_for_runs_that_have_its_default(tmp_path: Path) -> None:
     """Run folders list every setting of the version that made them."""
-    assert config.load(written(tmp_path, "context: {recalibrate: false}")) == config.load(None)
+    assert config.load(written(tmp_path, "{context: {recalibrate: false}, train: {fused: null}}")) == config.load(None)
     with pytest.raises(ConfigError, match=r"(?s)this setting was removed.*omit it"):
         config.load(written(tmp_path, "context: {recalibrate: true}"))

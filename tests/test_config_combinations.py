@@ -83,7 +83,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("row", ROWS, ids=text)
 def test_a_row_is_refused_and_its_ways_out_are_accepted(row: Row, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("torchao", "liger_kernel") or find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torchao" or find(name))
     monkeypatch.chdir(checkpoints)
     overrides = settings(row)
     (problem,) = problems(row, overrides)

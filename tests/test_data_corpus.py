@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from longctx.commands.prepare import _particulars
-from longctx.data.corpus import CorpusError, Found, open_corpus
+from longctx.data.corpus import CorpusError, SourceCounts, open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from tests.data_cases import CONVERSATION, write_jsonl
@@ -49,9 +49,9 @@ def test_files_that_are_not_text_are_skipped_and_named(tmp_path: Path) -> None:
     (tmp_path / "picture.bin").write_bytes(b"\x01\x00\x02")
     (tmp_path / "binary.txt").write_bytes(b"\x01\x00\x02")
     (tmp_path / "nothing.txt").write_bytes(b"")
-    found = Found()
+    found = SourceCounts()
     assert [document.name for document in open_corpus(str(tmp_path)).documents(found)] == ["good.txt"]
-    assert found == Found(["binary.txt", "latin.txt"], empty=1, formats={"text": 1})
+    assert found == SourceCounts(["binary.txt", "latin.txt"], empty=1, formats={"text": 1})
     assert open_corpus(str(tmp_path)).not_read == {"ending .bin": 1}
 
 

@@ -83,7 +83,7 @@ def test_the_masks_matter(workers: Workers, checkpoints: dict[str, Path], masks:
     assert same == pytest.approx(loss, rel=1e-5) and abs(other / loss - 1) > 1e-4
 
 
-@pytest.fixture(scope="module", params=["bert", pytest.param("roberta", marks=pytest.mark.slow), "modernbert"])
+@pytest.fixture(scope="module", params=slow_unless(lambda kind: kind == "bert", KINDS))
 def ready(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """Returns a kind, its checkpoint with a tokenizer, and a store of documents from 3 to 1,502 tokens."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -179,7 +179,7 @@ def step_with_adapters(folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "modernbert", KINDS))
 def test_adapters_of_an_encoder(workers: Workers, checkpoints: dict[str, Path], kind: str) -> None:
     (alone,) = workers.run(step_with_adapters, 1, checkpoints[kind])
     assert alone[0] == pytest.approx(reference(checkpoints[kind])[0], rel=1e-5)

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from longctx.training.metrics import StepMetrics
+from split_table import Table
 from tests.expert_cases import TINY_MOE
-from tests.test_every_split import Pair, Split, Table, assert_exact, covering
+from tests.test_every_split import SMALLER, Split, assert_exact, covering, pairs_of
 from tests.training_cases import make_store, train
 from tests.workers import Workers
 
@@ -45,12 +46,14 @@ OPTIONS = (
     (1, 2, 4),
 )
 ALL = [split for options in itertools.product(*OPTIONS) if (split := ExpertSplit(*options)).valid]
-PAIRS = set[Pair]().union(*(split.pairs for split in ALL))
-COVERING = covering(PAIRS, ALL)
+COVERING = covering(pairs_of(ALL), ALL)
 FEW = [split for split in ALL if split.world <= 4]
-QUICK = covering({pair for split in FEW for pair in split.pairs if pair[1][0] == len(OPTIONS) - 1}, FEW)
-"""Every option with every number of expert ranks that four processes can run; `test_every_split` has the other pairs, of models
-without experts."""
+EXPERT_RANKS = len(OPTIONS) - 1
+QUICK = covering(
+    {pair for pair in pairs_of(FEW) if pair[1] == (EXPERT_RANKS, 2) or (pair[1][0] == EXPERT_RANKS and pair[0][0] < 3)}, FEW
+)
+"""Every option with two expert ranks, and every split of the ranks with every number of expert ranks, of those that four
+processes can run; `test_every_split` has the other pairs, of models without experts."""
 TABLE = Table(
     "EXPERT_SPLITS_TABLE",
     ALL,
@@ -79,9 +82,18 @@ def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
 def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
-    TABLE.assert_exact(split, lambda: workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
+    def run() -> tuple[float, float]:
+        return assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
+
+    TABLE.measure(split, run)
+
+
+@pytest.fixture(scope="module")
+def alone_smaller(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    settings = [*TINY_MOE, "batch.tokens_per_rank=600", "context.mode=static", SMALLER]
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("smaller"), settings, 2)[0]
 
 
 @pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in QUICK], ids=name)
-def test_every_option(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
-    assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings, 2)[0], alone[:2])
+def test_every_option(workers: Workers, store: Path, alone_smaller: list[StepMetrics], tmp_path: Path, split: Split) -> None:
+    assert_exact(split, workers.run(train, split.world, store, tmp_path, [*split.settings, SMALLER], 2)[0], alone_smaller)

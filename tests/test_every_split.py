@@ -1,7 +1,8 @@
 """Every combination of tensor ranks, pipeline, domain, planning mode, recomputation and resharding that eight processes can
 run: ten float32 steps as one process makes them, losses to 1e-5 relative and gradient norms to 1e-4.
 
-`make test` runs a subset that has every pair of options, and what the options lack, for two steps. Ten steps are slow:
+`make test` runs a subset that has every pair of options on up to four processes, and what the options lack, for two smaller
+steps. The rest is slow:
 
     SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow -k covering    # every pair of options
     SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow                # every combination
@@ -9,26 +10,18 @@ run: ten float32 steps as one process makes them, losses to 1e-5 relative and gr
 SPLITS_TABLE names a table to write, as .csv and .md. Rows of an earlier run stay until their combination runs again.
 """
 
-import csv
 import itertools
-import os
-import platform
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
-from datetime import date
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from longctx.training.metrics import StepMetrics
+from split_table import GRADIENT_NORM, LOSS, Table
 from tests.training_cases import make_store, train, zero_bubble
 from tests.workers import Workers
-
-LOSS, GRADIENT_NORM = 1e-5, 1e-4
-"""Greatest relative errors."""
 
 PIPELINES = {
     "none": (1, "1f1b", 1),
@@ -69,7 +62,7 @@ class Split:
 
     @property
     def marks(self) -> Any:
-        return zero_bubble if self.pipeline == "zero-bubble" else ()
+        return (zero_bubble,) if self.pipeline == "zero-bubble" else ()
 
     @property
     def settings(self) -> list[str]:
@@ -115,8 +108,14 @@ def covering(left: set[Pair], every: Sequence[Split] = ALL) -> list[Split]:
     return splits
 
 
-PAIRS = set[Pair]().union(*(split.pairs for split in ALL))
-COVERING = covering(PAIRS)
+def pairs_of(splits: Iterable[Split]) -> set[Pair]:
+    return set[Pair]().union(*(split.pairs for split in splits))
+
+
+COVERING = covering(pairs_of(ALL))
+FEW = [split for split in ALL if split.world <= 4]
+QUICK = covering(pairs_of(FEW), FEW)
+SMALLER = "batch.global_tokens=1200"
 
 DOMAIN_OF_4 = Split(1, "none", 4, "auto", "selective", "block")
 LACKING = {
@@ -142,6 +141,8 @@ LACKING = {
     ),
 }
 """Settings that are no options above, each with a split of them."""
+LACKING_MARKS = {name: split.marks for name, (split, _) in LACKING.items()}
+LACKING_MARKS["tensor parallel, replicated"] = (pytest.mark.slow,)  # `test_tensor` has it without recomputation
 
 
 def name(split: Split) -> str:
@@ -159,6 +160,12 @@ def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
     """Ten steps of one process, which holds the longest document whole."""
     settings = [*TINY, "batch.tokens_per_rank=600", "context.mode=static"]
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), settings)[0]
+
+
+@pytest.fixture(scope="module")
+def alone_smaller(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    settings = [*TINY, "batch.tokens_per_rank=600", "context.mode=static", SMALLER]
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("smaller"), settings, 2)[0]
 
 
 def error(found: Iterable[float], wanted: Iterable[float]) -> float:
@@ -182,104 +189,39 @@ def assert_exact(split: Split, steps: list[StepMetrics], alone: list[StepMetrics
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
 def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
-    TABLE.assert_exact(split, lambda: workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
+    def run() -> tuple[float, float]:
+        return assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
+
+    TABLE.measure(split, run)
 
 
-@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in COVERING], ids=name)
-def test_every_pair(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
+@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in QUICK], ids=name)
+def test_every_pair(workers: Workers, store: Path, alone_smaller: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     """All ranks say the same, bit by bit."""
-    everyones = workers.run(train, split.world, store, tmp_path, split.settings, 2)
-    assert_exact(split, everyones[0], alone[:2])
+    everyones = workers.run(train, split.world, store, tmp_path, [*split.settings, SMALLER], 2)
+    assert_exact(split, everyones[0], alone_smaller)
     assert all([(m.loss, m.grad_norm) for m in steps] == [(m.loss, m.grad_norm) for m in everyones[0]] for steps in everyones)
     if split.pipeline != "none":
         assert all(0 < m.predicted_bubble_share < 1 and 0 < m.bubble_share < 1 for m in everyones[0])
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=split.marks) for name, (split, _) in LACKING.items()])
+@pytest.mark.parametrize("smaller", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in LACKING_MARKS.items()])
 def test_what_the_options_lack(
-    workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, name: str, steps: int
+    request: pytest.FixtureRequest, workers: Workers, store: Path, tmp_path: Path, name: str, smaller: bool
 ) -> None:
     split, more = LACKING[name]
+    alone = request.getfixturevalue("alone_smaller" if smaller else "alone")
     ranks = 3 if name.startswith("three stages") else split.world
-    assert_exact(split, workers.run(train, ranks, store, tmp_path, [*split.settings, *more], steps)[0], alone[:steps])
+    settings = [*split.settings, *more, *[SMALLER] * smaller]
+    assert_exact(split, workers.run(train, ranks, store, tmp_path, settings, len(alone))[0], alone)
 
 
-def test_the_subset_has_every_pair() -> None:
-    assert set().union(*(split.pairs for split in COVERING)) == PAIRS
+def test_the_subsets_have_every_pair() -> None:
+    assert pairs_of(COVERING) == pairs_of(ALL) and pairs_of(QUICK) == pairs_of(FEW)
+    assert len(pairs_of(ALL) - pairs_of(FEW)) == 4, "three ranks of a domain beside tensor parallelism or a pipeline"
     assert len(COVERING) < len(ALL) / 10
     assert len(ALL) == len(set(ALL)) == 462
-
-
-@dataclass(frozen=True)
-class Table:
-    """The table of all splits that ran, in the order of `every`, of which `covering` are a subset."""
-
-    variable: str
-    every: Sequence[Split]
-    covering: Sequence[Split]
-    model: str
-    file: str
-
-    @property
-    def columns(self) -> list[str]:
-        return list(type(self.every[0]).__dataclass_fields__)
-
-    def assert_exact(self, split: Split, run: Callable[[], list[StepMetrics]], alone: list[StepMetrics]) -> None:
-        """Writes the row of a split that runs now, also if it fails."""
-        began, errors = time.perf_counter(), ("failed", "failed")
-        try:
-            losses, norms = assert_exact(split, run(), alone)
-            errors = (f"{losses:.1e}", f"{norms:.1e}")
-        finally:
-            self.write(split, *errors, time.perf_counter() - began)
-
-    def write(self, split: Split, loss_error: str, gradient_norm_error: str, seconds: float) -> None:
-        """Puts a row into the table that the environment names, if it does."""
-        if not (table := os.environ.get(self.variable)):
-            return
-        errors = {"loss_error": loss_error, "gradient_norm_error": gradient_norm_error, "seconds": f"{seconds:.1f}"}
-        texts = {name: str(value) for name, value in asdict(split).items()} | {"world": str(split.world)} | errors
-        lines = Path(f"{table}.csv")
-        rows: dict[tuple[str, ...], dict[str, str]] = {}
-        if lines.exists():
-            with lines.open() as file:
-                rows = {tuple(old[name] for name in self.columns): old for old in csv.DictReader(file)}
-        rows[tuple(texts[name] for name in self.columns)] = texts
-        order = {tuple(str(option) for option in astuple(split)): number for number, split in enumerate(self.every)}
-        rows = {key: rows[key] for key in sorted(rows.keys() & order.keys(), key=order.__getitem__)}
-        with lines.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(texts), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows.values())
-        Path(f"{table}.md").write_text("\n".join(self.report(list(rows.values()))) + "\n")
-
-    def report(self, rows: list[dict[str, str]]) -> list[str]:
-        """The table in Markdown, and what it holds."""
-        errors = [
-            (float(row["loss_error"]), float(row["gradient_norm_error"])) for row in rows if row["loss_error"] != "failed"
-        ]
-        failed = len(rows) - sum(loss <= LOSS and norm <= GRADIENT_NORM for loss, norm in errors)
-        loss, norm = (max(column) for column in zip(*errors, (0.0, 0.0), strict=True))
-        ran = {tuple(row[name] for name in self.columns) for row in rows}
-        covered = sum(tuple(str(option) for option in astuple(split)) in ran for split in self.covering)
-        return [
-            f"Ten float32 steps of a tiny model ({self.model}) on the embedded corpus, split over processes, against "
-            f"one process: {len(rows)} of the {len(self.every)} combinations of the options below that eight processes can "
-            f"run, among them {covered} of a subset of {len(self.covering)} that has every pair of options. Errors are "
-            "relative, the greatest of ten steps.",
-            "",
-            f"Failed: {failed}. Greatest error of the loss: {loss:.1e} ({LOSS:.0e} is allowed), of the gradient "
-            f"norm: {norm:.1e} ({GRADIENT_NORM:.0e}). Seconds say little: more processes than cores, beside other work.",
-            "",
-            f"`{self.variable}=bench/results/{self.file} -m slow -k covering` runs the subset, "
-            "the same without `-k covering` every combination. Each run replaces its rows and keeps the others. "
-            f"Last run: {date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
-            "",
-            "| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |",
-            "|" + "---|" * len(rows[0]),
-            *("| " + " | ".join(row.values()) + " |" for row in rows),
-        ]
 
 
 TABLE = Table("SPLITS_TABLE", ALL, COVERING, "4 layers, hidden size 32", "splits python -m pytest tests/test_every_split.py")

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.export import ExportError, export
 from tests.export_cases import untouched
 from tests.huggingface_cases import build_model
-from tests.test_decoder_options import attention_of
+from tests.marks import slow_unless
+from tests.native_cases import attention_of
 from tests.training_cases import SMALL, train_then_save
 from tests.workers import Workers
 
@@ -34,6 +36,19 @@ FAMILIES = "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text mixtral qwen3_moe
 KINDS = [*FAMILIES.split(), "deepseek_v3", "gpt_oss"]
 SECOND = "additional_chat_templates/tools.jinja"
 NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3"]
+WAYS = {
+    "transformers": [],
+    "native": ["parallel.tensor_parallel_size=2"],
+    "pipeline": ["parallel.pipeline_parallel_size=2"],
+}
+"""Of two ranks that run a checkpoint: transformers' code, and the native decoder with split matrices or layers."""
+RUNS = [*(f"transformers/{kind}" for kind in KINDS), *(f"native/{kind}" for kind in NATIVE)]
+RUNS += ["pipeline/llama", "pipeline/qwen2"]
+QUICK = ["transformers/gemma2", "transformers/mixtral", "transformers/gpt2", "transformers/deepseek_v3", "transformers/gpt_oss"]
+QUICK += ["native/llama", "native/gemma2", "native/gemma3_text", "native/phi3", "pipeline/qwen2"]
+
+
+RunOf = Callable[[str], Path]
 
 
 def train(capfd: pytest.CaptureFixture[str], settings: list[str], *arguments: str, status: int = 0) -> str:
@@ -44,33 +59,38 @@ def train(capfd: pytest.CaptureFixture[str], settings: list[str], *arguments: st
     return printed.err if status else printed.out
 
 
+def save_source(folder: Path) -> None:
+    """Writes a checkpoint in bfloat16 of the type that names the folder, with all files besides the weights."""
+    kind = folder.name
+    build_model(kind, "eager", bos_token_id=None, eos_token_id=1).to(torch.bfloat16).save_pretrained(folder)
+    if kind == "deepseek_v3":  # transformers reads and writes a part of it in float32
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(folder)
+    (folder / "additional_chat_templates").mkdir()
+    texts = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "trainer_state.json": "{}", SECOND: "{{ tools }}"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints in bfloat16, with all files besides the weights."""
-    folder = tmp_path_factory.mktemp("sources")
-    for kind in KINDS:
-        model = build_model(kind, "eager", bos_token_id=None, eos_token_id=1).to(torch.bfloat16)
-        model.save_pretrained(folder / kind)
-        if kind == "deepseek_v3":  # transformers reads and writes a part of it in float32
-            transformers.AutoModelForCausalLM.from_pretrained(folder / kind, dtype="auto").save_pretrained(folder / kind)
-        (folder / kind / "tokenizer.json").write_text("{}")
-        (folder / kind / "chat_template.jinja").write_text("{{ messages }}")
-        (folder / kind / "trainer_state.json").write_text("{}")
-        (folder / kind / "additional_chat_templates").mkdir()
-        (folder / kind / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
-    return folder
+    """Checkpoints, as they are needed."""
+    return tmp_path_factory.mktemp("sources")
 
 
 @pytest.fixture(scope="module")
-def runs(workers: Workers, store: Path, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every source by transformers' code on two ranks, and by the native decoder where supported."""
+def run_of(workers: Workers, store: Path, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOf:
+    """Returns the folder of a run of RUNS on two ranks, which saves what it has loaded."""
     folder = tmp_path_factory.mktemp("runs")
-    paths = [sources / kind for kind in KINDS]
-    workers.run(untouched, 2, store, paths, folder / "transformers", [])
-    native = [sources / kind for kind in NATIVE]
-    workers.run(untouched, 2, store, native, folder / "native", ["parallel.tensor_parallel_size=2"])
-    workers.run(untouched, 2, store, native[:2], folder / "pipeline", ["parallel.pipeline_parallel_size=2"])
-    return folder
+
+    def made(run: str) -> Path:
+        way, kind = run.split("/")
+        if not (sources / kind).exists():
+            save_source(sources / kind)
+        if not (folder / run).exists():
+            workers.run(untouched, 2, store, [sources / kind], folder / way, WAYS[way])
+        return folder / run
+
+    return made
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
@@ -78,16 +98,13 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     return {name: files.read(name) for name in files.files}
 
 
-@pytest.mark.parametrize(
-    "run",
-    [*(f"transformers/{kind}" for kind in KINDS), *(f"native/{kind}" for kind in NATIVE), "pipeline/llama", "pipeline/qwen2"],
-)
-def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: Path, runs: Path, run: str) -> None:
+@pytest.mark.parametrize("run", slow_unless(lambda run: run in QUICK, RUNS))
+def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: Path, run_of: RunOf, run: str) -> None:
     """Names and dtypes are those that transformers writes; other files of the source are unchanged."""
-    source = sources / Path(run).name
+    folder, source = run_of(run), sources / Path(run).name
     plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     plain.save_pretrained(tmp_path / "theirs")
-    done = export(runs / run, tmp_path / "ours", max_shard_bytes=20_000)
+    done = export(folder, tmp_path / "ours", max_shard_bytes=20_000)
     assert done.files > 1 and done.has_tokenizer
     theirs, ours = contents(tmp_path / "theirs"), contents(tmp_path / "ours")
     assert {name: tensor.dtype for name, tensor in ours.items()} == {name: tensor.dtype for name, tensor in theirs.items()}
@@ -102,13 +119,14 @@ def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: P
     assert torch.equal(again.eval()(tokens).logits, plain.eval()(tokens).logits)
 
 
-def test_an_export_needs_no_source(tmp_path: Path, sources: Path, runs: Path) -> None:
+def test_an_export_needs_no_source(tmp_path: Path, sources: Path, run_of: RunOf) -> None:
     """And converts to another dtype if requested."""
+    native, by_transformers = run_of("native/gemma2"), run_of("transformers/gemma2")
     moved = sources.with_name("moved")
     sources.rename(moved)
     try:
-        export(runs / "native/gemma2", tmp_path / "native", dtype=torch.float32)
-        export(runs / "transformers/gemma2", tmp_path / "theirs", dtype=torch.float32)
+        export(native, tmp_path / "native", dtype=torch.float32)
+        export(by_transformers, tmp_path / "theirs", dtype=torch.float32)
     finally:
         moved.rename(sources)
     ours, theirs, source = contents(tmp_path / "native"), contents(tmp_path / "theirs"), contents(sources / "gemma2")
@@ -151,8 +169,11 @@ NEW = {
             "model.norm_offset=true",
             "model.output_norms=true",
             "model.hidden_act=gelu",
-            "model.attention_softcap=5",
+            "model.attention_softcap=5",  # by the reference kernel, whose time is quadratic in all tokens
             "model.logit_softcap=3",
+            "data.max_length=375",
+            "batch.global_tokens=1000",
+            "batch.tokens_per_rank=375",
             f"model.embedding_scale={32**0.5}",
         ],
         "Gemma2ForCausalLM",
@@ -250,16 +271,16 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, run_of: RunOf, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     run = tmp_path / "run"
-    shutil.copytree(runs / "native/llama", run, symlinks=True)
+    shutil.copytree(run_of("native/llama"), run, symlinks=True)
     with pytest.raises(ExportError, match=r"run folder .* not found"):
         export(tmp_path / "nowhere", out)
     with pytest.raises(ExportError, match="is not a run folder: it has no checkpoints"):
         export(tmp_path, out)
     with pytest.raises(ExportError, match="is a transformers checkpoint already"):
-        export(runs / "native/llama/model", out)
+        export(run_of("native/llama") / "model", out)
     with pytest.raises(ExportError, match="has no complete checkpoint of step 7: steps with complete checkpoints: 0"):
         export(run, out, step=7)
     out.mkdir()
@@ -287,13 +308,13 @@ def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, runs: Path, 
         export(run, tmp_path / "other")
 
 
-def test_a_run_that_fails_midway_leaves_nothing(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_midway_leaves_nothing(tmp_path: Path, run_of: RunOf, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, tensors: Any) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(CheckpointWriter, "write", fail)
     with pytest.raises(OSError, match="no space left"):
-        export(runs / "native/llama", tmp_path / "out")
+        export(run_of("native/llama"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -87,7 +87,7 @@ def rope(folder: Path) -> tuple[dict[str, Any], int]:
     return config.rope_parameters, config.max_position_embeddings
 
 
-@pytest.mark.parametrize("more", [[], ["lora.rank=4"]], ids=["all", "lora"])
+@pytest.mark.parametrize("more", [[], pytest.param(["lora.rank=4"], marks=pytest.mark.slow)], ids=["all", "lora"])
 def test_the_example_at_small_size(workers: Workers, small: list[str], tmp_path: Path, more: list[str]) -> None:
     merge = bool(more)
     rows = workers.run(train, 2, tmp_path, [*small, *more])[0]

@@ -22,7 +22,7 @@ from tests.test_whole_size import FULL, LENGTHS, LONG, MODEL, PIPELINE, RANKS, R
 from tests.whole_size import FakeHostWaits, MadeOnHost, Traced, plan_of, traced
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA")
-CUDA = ["train.device=cuda", "train.fused=false", "context.kernel=reference", LONG]
+CUDA = ["train.device=cuda", "context.kernel=reference", LONG]
 SETTINGS = {
     **RECOMPUTATION,
     "activations offloaded": [FULL, "train.offload_activations=true"],

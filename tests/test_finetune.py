@@ -30,8 +30,9 @@ from longctx.training.saved.checkpoint import steps
 from tests import launched
 from tests.evaluation_cases import save_checkpoint
 from tests.huggingface_cases import build_model
+from tests.marks import slow_unless
 from tests.template_cases import FAMILIES
-from tests.training_cases import make_store
+from tests.training_cases import make_store, pretend_checkpoints
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
 SIZES = [
@@ -86,8 +87,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return out
 
 
+@pytest.mark.usefixtures("quick_start")
 def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The example, with smaller data, by torchrun."""
+    """The example, with smaller data."""
     out = tmp_path / "run"
     told = finetune(capfd, checkpoint, conversations, "--config", "examples/finetune_chat.yaml", "--out", out, *SIZES)
     assert "with loss) on 2 ranks" in told and "longctx generate" in told
@@ -159,9 +161,7 @@ def test_data_are_replaced_if_requested_and_not_trained_on_yet(
     assert "or replace it with --overwrite" in capsys.readouterr().err
     assert prepare(fewer, "--overwrite") == 0
     assert json.loads((out / "store" / "manifest.json").read_text())["documents"] == 6
-    trained = out / "checkpoints" / "step-000003"
-    trained.mkdir(parents=True)
-    (trained / "state.json").write_text('{"step": 3, "files": {}}')
+    pretend_checkpoints(out, 3)
     assert prepare(conversations, "--overwrite") == 2
     assert "contains a run trained to step 3, whose data cannot be replaced" in capsys.readouterr().err
 
@@ -323,10 +323,7 @@ def test_the_way_on_after_an_interrupt_is_printed(
     how: str,
 ) -> None:
     def interrupted(ranks: int, arguments: list[str]) -> int:
-        for step in when:
-            state = tmp_path / "run" / "checkpoints" / f"step-{step:06d}" / "state.json"
-            state.parent.mkdir(parents=True)
-            state.write_text(json.dumps({"step": step, "files": {}}))
+        pretend_checkpoints(tmp_path / "run", *when)
         return 128 + signal.SIGINT
 
     monkeypatch.setattr("longctx.parallel.launch.launch", interrupted)
@@ -335,7 +332,13 @@ def test_the_way_on_after_an_interrupt_is_printed(
 
 
 @pytest.mark.usefixtures("quick_start")
-@pytest.mark.parametrize(("markers", "more"), [("tokens", []), ("text", []), ("template", []), ("tokens", ["--lora", "16"])])
+@pytest.mark.parametrize(
+    ("markers", "more"),
+    slow_unless(
+        lambda markers, more: markers == "text" or more,
+        [("tokens", []), ("text", []), ("template", []), ("tokens", ["--lora", "16"])],
+    ),
+)
 def test_generation_stops_where_the_trained_answer_ends(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], markers: str, more: list[str]
 ) -> None:

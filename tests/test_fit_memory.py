@@ -102,9 +102,10 @@ def test_copies_of_weights_are_kept(store: Path) -> None:
 def test_a_run_trains_with_what_fits(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = load(None, settings(store, "train.steps=1"), world_size=1)
+    short = settings(store, "train.steps=1", "batch.global_tokens=2000")
+    config = load(None, short, world_size=1)
     monkeypatch.setattr(start, "available_bytes", lambda device, ranks: int(0.8 * needs(config, store, 1)))
-    words = [f"--{word}" for word in settings(store, "train.steps=1")]
+    words = [f"--{word}" for word in short]
     assert main(["train", *words, f"--train.run_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out
     assert "\ntrain.fit_memory: --train.recompute=" in said

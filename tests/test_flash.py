@@ -33,7 +33,7 @@ from longctx.attention.kernels import (
     repeatability,
 )
 from longctx.attention.kernels.compilation import compile_variants
-from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode, request_of
+from longctx.attention.kernels.contract import KernelRequest, Options, request_of
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import Library
@@ -117,26 +117,27 @@ def segment_lists(draw: st.DrawFn) -> Drawn:
     return draw(st.permutations(segments)), q_stop + draw(st.integers(0, 2)), k_stop + draw(st.integers(0, 2))
 
 
-def check(libraries: Sequence[Library], drawn: Drawn, seed: int = 0, cap: float = 0.0, mode: Mode = DEFAULT) -> None:
+def check(libraries: Sequence[Library], drawn: Drawn, seed: int = 0, **options: Any) -> None:
     """Checks forward and backward against the reference, with a log-sum-exp that includes other calls."""
     segments, q_rows, k_rows = drawn
+    asked = Options(0.4, **options)
     generator = torch.Generator().manual_seed(seed)
     q, dout = (torch.randn(q_rows, 4, 8, generator=generator) for _ in range(2))
     k, v = torch.randn(k_rows, 2, 16, generator=generator).split(8, dim=2)  # strided, as rows of an exchange are
-    out, lse = reference.forward(q, k, v, segments, 0.4, cap)
+    out, lse = reference.forward(q, k, v, segments, asked)
     tensors = dout, q, k, v, out * 0.6, lse + 0.5
-    gradients = reference.backward(*tensors, segments, 0.4, cap)
+    gradients = reference.backward(*tensors, segments, asked)
     for library in libraries:
         kernel = Over([library])
-        torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.4, cap, mode), (out, lse))
-        torch.testing.assert_close(kernel.backward(*tensors, segments, 0.4, cap, mode), gradients)
+        torch.testing.assert_close(kernel.forward(q, k, v, segments, asked), (out, lse))
+        torch.testing.assert_close(kernel.backward(*tensors, segments, asked), gradients)
 
 
 @given(drawn=segment_lists(), seed=st.integers(0, 1000), cap=st.sampled_from([0.0, 3.0]))
 @settings(max_examples=examples(100), deadline=None)
 def test_every_library_computes_the_segments(drawn: Drawn, seed: int, cap: float) -> None:
     capped = KernelRequest("cuda", torch.bfloat16, 8, 8, softcap=bool(cap))
-    check([library for library in LIBRARIES if not cap or not library.refusal(capped, HOPPER)], drawn, seed, cap)
+    check([library for library in LIBRARIES if not cap or not library.refusal(capped, HOPPER)], drawn, seed, softcap=cap)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_bands_and_segments_at_the_edge(drawn: Drawn) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward_is_deterministic_if_asked(library: Library, deterministic: bool) -> None:
     deterministic_calls.clear()
-    check([library], ([Segment(0, 5, 0, 5, None, 0)], 5, 5), mode=Mode(deterministic=deterministic))
+    check([library], ([Segment(0, 5, 0, 5, None, 0)], 5, 5), deterministic=deterministic)
     assert deterministic_calls == [(library.name, deterministic)]
 
 
@@ -166,7 +167,7 @@ def test_backward_is_deterministic_if_asked(library: Library, deterministic: boo
 def test_flash_3_leaves_processors_to_messages(overlapped: bool) -> None:
     margins.clear()
     flash_3 = LIBRARIES[NAMES.index("flash-attn 3")]
-    check([flash_3], ([Segment(0, 5, 0, 5, None, 0)], 5, 5), mode=Mode(overlapped=overlapped))
+    check([flash_3], ([Segment(0, 5, 0, 5, None, 0)], 5, 5), overlapped=overlapped)
     assert margins == [16 * overlapped] * 2
 
 
@@ -203,10 +204,11 @@ def test_unequal_head_sizes() -> None:
     kernel = Over([library])
     q, k, v, dout = torch.randn(5, 2, 24), torch.randn(5, 1, 24), torch.randn(5, 1, 16), torch.randn(5, 2, 16)
     segments = [Segment(1, 5, 1, 5, hi=0)]
-    out, lse = reference.forward(q, k, v, segments, 0.3)
-    torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.3), (out, lse))
+    out, lse = reference.forward(q, k, v, segments, Options(0.3))
+    torch.testing.assert_close(kernel.forward(q, k, v, segments, Options(0.3)), (out, lse))
     torch.testing.assert_close(
-        kernel.backward(dout, q, k, v, out, lse, segments, 0.3), reference.backward(dout, q, k, v, out, lse, segments, 0.3)
+        kernel.backward(dout, q, k, v, out, lse, segments, Options(0.3)),
+        reference.backward(dout, q, k, v, out, lse, segments, Options(0.3)),
     )
 
 
@@ -303,7 +305,7 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
     monkeypatch.setattr(flash, "request_of", lambda *given, **more: replace(request_of(*given, **more), device="cuda"))
     q = torch.empty(600_000, 32, 128, dtype=torch.bfloat16, device="meta")
     with pytest.raises(UserError, match="less than 2,147,483,648 elements"):
-        Flash().forward(q, q, q, (Segment(0, 600_000, 0, 600_000, None, 0),), 1.0)
+        Flash().forward(q, q, q, (Segment(0, 600_000, 0, 600_000, None, 0),), Options(1.0))
     choose_kernel.cache_clear()
 
 
@@ -331,7 +333,7 @@ def test_refusals_say_why(
 def test_on_the_cpu_it_is_refused() -> None:
     q = torch.randn(3, 2, 8)
     with pytest.raises(UserError, match="kernel flash runs on CUDA devices, not on cpu"):
-        Flash().forward(q, q, q, [Segment(0, 3, 0, 3)], 1.0)
+        Flash().forward(q, q, q, [Segment(0, 3, 0, 3)], Options(1.0))
 
 
 def test_refusals_of_torch() -> None:
@@ -435,12 +437,12 @@ class Variants:
 
     refusal = staticmethod(reference.refusal)
 
-    def record(self, way: str, q: torch.Tensor, k: torch.Tensor, segments: Any, mode: Mode) -> None:
-        assert (q.shape[1], k.shape[1]) == (2 * RATIO, 2) and mode.deterministic
+    def record(self, way: str, q: torch.Tensor, k: torch.Tensor, segments: Any, options: Options) -> None:
+        assert (q.shape[1], k.shape[1]) == (2 * RATIO, 2) and options.deterministic
         self.seen[way] |= variants(segments, len(q), len(k))[way]
 
-    def forward(self, q: Any, k: Any, v: Any, segments: Any, scale: float, softcap: float, mode: Mode) -> Any:
-        self.record("forward", q, k, segments, mode)
+    def forward(self, q: Any, k: Any, v: Any, segments: Any, options: Options) -> Any:
+        self.record("forward", q, k, segments, options)
         return torch.zeros_like(q), torch.zeros(q.shape[:2])
 
     def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segments: Any, *rest: Any) -> Any:

@@ -19,7 +19,7 @@ BFLOAT16 = ["train.dtype=bfloat16", "batch.tokens_per_rank=1504"]
 
 @pytest.fixture(scope="module")
 def plain(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return [metrics.loss for metrics in workers.run(train, 1, store, tmp_path_factory.mktemp("plain"), BFLOAT16)[0]]
+    return [metrics.loss for metrics in workers.run(train, 1, store, tmp_path_factory.mktemp("plain"), BFLOAT16, 5)[0]]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def plain(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
 def test_the_loss_curve_stays_within_1_percent_of_bfloat16(
     workers: Workers, store: Path, plain: list[float], tmp_path: Path, ranks: int, settings: list[str]
 ) -> None:
-    losses = [metrics.loss for metrics in workers.run(train, ranks, store, tmp_path, [*BFLOAT16, *settings])[0]]
+    losses = [metrics.loss for metrics in workers.run(train, ranks, store, tmp_path, [*BFLOAT16, *settings], 5)[0]]
     assert losses == pytest.approx(plain, rel=0.01)
     assert losses != pytest.approx(plain, rel=1e-6), "float8 must have been used"
 

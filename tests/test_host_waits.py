@@ -27,7 +27,7 @@ def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: 
     assert set().union(*found) == ONCE
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_path: Path, kind: str) -> None:
     from tests.lora_cases import make_checkpoint, settings_of
 

@@ -13,7 +13,7 @@ from longctx.attention.huggingface import CausalMask, HuggingFaceError, attend, 
 from longctx.data.packing import pack_documents
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
-from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, ring_step, unpacked
+from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, one_document, ring_step, unpacked
 from tests.workers import Workers
 
 TOLERANCE = 1e-5
@@ -87,12 +87,6 @@ def test_a_model_can_change_to_it_and_back() -> None:
     assert without_loss.loss is None and without_loss.logits.shape[:2] == (1, sum(LENGTHS))
 
 
-def one_document(model: Any, length: int = 16) -> dict[str, Any]:
-    """Returns the inputs of a prepared model for one document on one rank."""
-    (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
-    return model_inputs(model, batch, targets)
-
-
 @pytest.mark.parametrize("window", [None, 4096])
 def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
     """A dense mask of 131,072 tokens would take 16 GiB."""
@@ -103,18 +97,6 @@ def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
     embedded = torch.empty(1, tokens, 0)
     mask = create(config, inputs_embeds=embedded, attention_mask=None, past_key_values=None, position_ids=positions)
     assert mask == CausalMask(window)
-
-
-def test_dropout_in_attention_is_refused() -> None:
-    model = build_model("llama", "longctx", attention_dropout=0.1).train()
-    with pytest.raises(HuggingFaceError, match=r"uses attention dropout 0\.1"):
-        model(**one_document(model))
-
-
-def test_a_call_without_layout_says_what_to_pass() -> None:
-    model = build_model("llama", "longctx")
-    with pytest.raises(HuggingFaceError, match=r"called without a layout: call the model as model\(\*\*model_inputs"):
-        model(input_ids=torch.zeros(1, 8, dtype=torch.int64))
 
 
 def one_ring() -> Any:

@@ -10,17 +10,10 @@ from longctx.attention import huggingface_check
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.attention.huggingface_check import longest_exact
 from longctx.data.packing import pack_documents
-from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.family_cases import build
-from tests.huggingface_cases import LENGTHS, PLACEMENTS, build_model, make_documents, ring_step, shard, unpacked
+from tests.huggingface_cases import LENGTHS, PLACEMENTS, build_model, make_documents, one_document, ring_step, shard, unpacked
 from tests.workers import Workers
-
-
-def one_document(model: Any, length: int = 16) -> dict[str, Any]:
-    (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
-    return model_inputs(model, batch, targets)
-
 
 OWN = "computes attention itself, not through transformers' attention interface"
 

@@ -28,7 +28,7 @@ from longctx.training.saved.checkpoint import Checkpoint, NoCheckpoint, SavedWei
 from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.run_folder import RunFolderError, open_run_folder
 from tests.data_cases import byte_store
-from tests.training_cases import SMALL, make_store, train_and_save
+from tests.training_cases import SMALL, make_store, pretend_checkpoints, train_and_save
 from tests.workers import Workers
 
 ONE_RANK = "batch.tokens_per_rank=1500"
@@ -332,10 +332,7 @@ def test_two_checkpoints_are_whole_while_another_is_written(workers: Workers, tm
 
 def test_later_checkpoints_do_not_displace_those_that_a_run_resumed_from(tmp_path: Path) -> None:
     """They are damaged, though their sizes are right: otherwise the run would not have resumed before them."""
-    for step in (10, 20, 30, 40):
-        folder = folder_of(tmp_path, step)
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step, "files": {}}))
+    pretend_checkpoints(tmp_path, 10, 20, 30, 40)
     saving.prune(tmp_path, 2, folder_of(tmp_path, 30))
     assert checkpoint.steps(tmp_path) == [20, 30, 40]
 

@@ -1,12 +1,15 @@
 """Compares the reference kernel with autograd, and the CPU kernel with the reference kernel, for any band."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import KERNELS, cpu
+from longctx.attention.kernels import KERNELS, Options, cpu
 from longctx.attention.segments import Segment, visible
+from longctx.config.settings import ContextSection
 
 
 def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
@@ -31,7 +34,7 @@ def test_reference_kernel_bands_and_gradients(
     v = torch.randn(keys + 1, 2, 5, dtype=torch.float64, requires_grad=True)
     segment = Segment(1, 1 + queries, 1, 1 + keys, *band)
     kernel = KERNELS["reference"]
-    out, lse = kernel.forward(q.detach(), k.detach(), v.detach(), [segment], 0.7, softcap)
+    out, lse = kernel.forward(q.detach(), k.detach(), v.detach(), [segment], Options(0.7, softcap))
 
     scores = torch.einsum("qhd,khd->hqk", q[1 : 1 + queries], k[1:].repeat_interleave(2, dim=1)) * 0.7
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -47,7 +50,7 @@ def test_reference_kernel_bands_and_gradients(
     safe = scores.masked_fill(hidden, -1e30).softmax(-1)
     surrogate = torch.einsum("hqk,khd->qhd", safe, v[1:].repeat_interleave(2, dim=1))
     autograd = torch.autograd.grad(surrogate, (q, k, v), dout[1 : 1 + queries])
-    ours = kernel.backward(dout, q.detach(), k.detach(), v.detach(), out, lse, [segment], 0.7, softcap)
+    ours = kernel.backward(dout, q.detach(), k.detach(), v.detach(), out, lse, [segment], Options(0.7, softcap))
     for a, b in zip(ours, autograd, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -55,9 +58,9 @@ def test_reference_kernel_bands_and_gradients(
 def test_cpu_kernel_skips_empty_segments() -> None:
     q = torch.randn(4, 2, 8)
     kernel = KERNELS["cpu"]
-    out, lse = kernel.forward(q, q, q, [Segment(0, 4, 2, 2), Segment(1, 1, 0, 4)], 1.0)
+    out, lse = kernel.forward(q, q, q, [Segment(0, 4, 2, 2), Segment(1, 1, 0, 4)], Options(1.0))
     assert not out.any() and lse.isneginf().all()
-    assert not any(part.any() for part in kernel.backward(q, q, q, q, out, lse, [Segment(0, 4, 2, 2)], 1.0))
+    assert not any(part.any() for part in kernel.backward(q, q, q, q, out, lse, [Segment(0, 4, 2, 2)], Options(1.0)))
 
 
 @given(
@@ -80,8 +83,8 @@ def test_cpu_kernel_bands(band: tuple[int | None, int | None], queries: int, key
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "BLOCK", block)
         for name in ("cpu", "reference"):
-            out, lse = KERNELS[name].forward(q, k, v, segments, 0.4)
-            results.append((out, lse, *KERNELS[name].backward(dout, q, k, v, out * 0.6, lse + 0.5, segments, 0.4)))
+            out, lse = KERNELS[name].forward(q, k, v, segments, Options(0.4))
+            results.append((out, lse, *KERNELS[name].backward(dout, q, k, v, out * 0.6, lse + 0.5, segments, Options(0.4))))
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=2e-5)
 
@@ -112,3 +115,7 @@ def test_cutting_a_segment_keeps_what_is_seen_and_no_more(
     assert torch.equal(seen, wanted)
     assert inside.any(0).all() and inside.any(1).all()
     assert inside.all() == part.dense
+
+
+def test_the_setting_offers_every_kernel() -> None:
+    assert get_args(ContextSection.model_fields["kernel"].annotation) == ("auto", *KERNELS)

@@ -134,6 +134,7 @@ def test_two_agents_train_as_one_process(workers: Workers, repository: Path, tmp
     assert [(step["step"], step["loss"]) for step in steps()] == [(step["step"], step["loss"]) for step in whole]
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
     command = [sys.executable, "-m", "longctx", "train", "nowhere.yaml", "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -119,9 +119,9 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Bit by bit on the same number of ranks; close on another number of ranks, where sums have another order."""
-    settings = settings_of(checkpoints["llama"], *MOST, "train.steps=4", "checkpoint.every=2")
+    settings = settings_of(checkpoints["llama"], *MOST, "train.steps=2", "checkpoint.every=1")
     ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
-    folder = tmp_path / "whole" / "checkpoints" / "step-000002"
+    folder = tmp_path / "whole" / "checkpoints" / "step-000001"
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     assert {name for name in metadata if name.startswith("model.")} == {f"model.hf.{name}" for name in ended}
     assert {name.split(".hf.")[-1] for name in metadata if name.startswith("optimizer.state.")} <= {
@@ -132,7 +132,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
     assert state["base"] == str(checkpoints["llama"])
     for ranks in (2, 3):
         other = tmp_path / f"on-{ranks}"
-        shutil.copytree(folder, other / "checkpoints" / "step-000002")
+        shutil.copytree(folder, other / "checkpoints" / folder.name)
         for found in workers.run(resumed, ranks, store, other, settings):
             for name, value in ended.items():
                 if ranks == 2:
@@ -143,7 +143,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
 def test_other_adapters_or_another_base_are_refused_on_resume(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    settings = settings_of(checkpoints["llama"], *MODES["degree 1"], "train.steps=5")
+    settings = settings_of(checkpoints["llama"], *MODES["degree 1"], "train.steps=1", "checkpoint.every=1")
     workers.run(run_with_checkpoints, 1, store, tmp_path / "run", settings)
     other = tmp_path / "other"
     shutil.copytree(checkpoints["llama"], other)
@@ -162,7 +162,7 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
     ):
         said = workers.run(resuming_fails, 1, store, tmp_path / "run", [*settings, *change])
         assert re.search(message, said[0]), said[0]
-    elsewhere = [*settings, f"model.from_pretrained={moved}", "train.steps=6", "checkpoint.every=6"]
+    elsewhere = [*settings, f"model.from_pretrained={moved}", "train.steps=2", "checkpoint.every=2"]
     assert workers.run(resumed, 1, store, tmp_path / "run", elsewhere)
     full = [*settings, "lora.rank=null", "lora.alpha=null"]
     workers.run(run_with_checkpoints, 1, store, tmp_path / "full", full)
@@ -186,6 +186,7 @@ def test_the_run_is_the_same_with(
     assert gathered_losses(found) == pytest.approx(known["plain"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -208,16 +209,6 @@ def test_the_frozen_base_is_bfloat16_and_adapters_float32(
         assert result["dtypes"] == ({"torch.bfloat16"}, {"torch.float32"})
         assert result["frozen stays"]
         assert result["moments"] == 2 * sum(value.numel() for value in result["last"].values())
-
-
-def test_without_lora_every_weight_is_trained(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """Also weights that were gathered when the optimizer was made: embedding, last norm and head."""
-    settings = settings_of(checkpoints["llama"], *MOST, "lora.rank=null", "lora.alpha=null")
-    for result in workers.run(run, 2, store, tmp_path, settings, 2):
-        assert not result["frozen"]
-        assert {name for name, value in result["first"].items() if torch.equal(value, result["last"][name])} == set()
 
 
 def draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -302,15 +293,9 @@ def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path:
     ],
 )
 def test_what_cannot_be_is_refused(checkpoints: dict[str, Path], kind: str, settings: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         load(None, settings_of(checkpoints[kind], "batch.tokens_per_rank=300", *settings))
-
-
-def test_a_wrong_target_is_told_once(checkpoints: dict[str, Path]) -> None:
-    """The error must not blame the checkpoint too."""
-    with pytest.raises(ConfigError) as raised:
-        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.target_modules=[wq]"))
-    assert str(raised.value).count("no layer is called wq") == 1 and "replace that checkpoint" not in str(raised.value)
+    assert len(re.findall(message, str(raised.value))) == 1 and "replace that checkpoint" not in str(raised.value)
 
 
 def test_without_peft_the_settings_are_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

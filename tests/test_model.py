@@ -1,12 +1,10 @@
-"""The decoder and the chunked loss against plain PyTorch in float64."""
+"""The decoder and the chunked loss. `test_native_checkpoints` compares the decoder with the models of transformers."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from longctx.attention import reference_attention
@@ -50,42 +48,6 @@ def test_packed_documents_equal_each_alone(tied: bool) -> None:
     together = logits_of(made, tokens, positions, lengths)
     alone = [logits_of(made, t, p, [len(t)]) for t, p in zip(tokens.split(lengths), positions.split(lengths), strict=True)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=1e-12)
-
-
-def test_block_equals_a_plain_llama() -> None:
-    """A second implementation with F.scaled_dot_product_attention and complex rotations, using the weights by name."""
-    made = model()
-    tokens, positions = packed([23])
-    weight = dict(made.named_parameters())
-    x = weight["embed_tokens.weight"][tokens]
-
-    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + SHAPE.rms_norm_eps).sqrt() * weight[name]
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.complex(x[..., :4], x[..., 4:])
-        angles = positions[:, None].double() * SHAPE.rope_theta ** (-torch.arange(4).double() / 4)
-        spun = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat([spun.real, spun.imag], -1)
-
-    for layer in range(SHAPE.num_hidden_layers):
-        prefix = f"layers.{layer}."
-        h = normed(x, prefix + "input_layernorm.weight")
-        q, k, v = ((h @ weight[f"{prefix}self_attn.{name}_proj.weight"].T).view(23, -1, 8) for name in ("q", "k", "v"))
-        out = F.scaled_dot_product_attention(
-            turned(q).transpose(0, 1)[None],
-            turned(k).transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            is_causal=True,
-            enable_gqa=True,
-        )
-        x = x + out[0].transpose(0, 1).reshape(23, -1) @ weight[prefix + "self_attn.o_proj.weight"].T
-        h = normed(x, prefix + "post_attention_layernorm.weight")
-        gate, up = (h @ weight[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ weight[prefix + "mlp.down_proj.weight"].T
-    wanted = normed(x, "norm.weight") @ weight["embed_tokens.weight"].T
-    # cos and sin are float32 tables.
-    torch.testing.assert_close(logits_of(made, tokens, positions, [23]), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_rope_is_exact_far_out() -> None:
@@ -181,29 +143,6 @@ def test_first_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(one.layers[0].self_attn.q_proj.weight, one.layers[1].self_attn.q_proj.weight)
 
 
-@given(
-    tokens=st.integers(0, 40),
-    chunk=st.integers(1, 50),
-    ignored=st.sampled_from([0.0, 0.3, 1.0]),
-    seed=st.integers(0, 100),
-)
-@settings(deadline=None)
-def test_chunked_cross_entropy(tokens: int, chunk: int, ignored: float, seed: int) -> None:
-    torch.manual_seed(seed)
-    hidden = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(0, 11, (tokens,)).where(torch.rand(tokens) >= ignored, -100)
-    wanted = F.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
-    gradients = torch.autograd.grad(wanted / 7, (hidden, weight))
-    for head in (weight, lambda some: some @ weight.T):
-        for rows in {None, rows_with_labels(labels), (labels != -100).nonzero()[:, 0]}:
-            loss = cross_entropy_sum(hidden, head, labels, chunk_tokens=chunk, rows=rows)
-            torch.testing.assert_close(loss, wanted)
-            ours = torch.autograd.grad(loss / 7, (hidden, weight))
-            for a, b in zip(ours, gradients, strict=True):
-                torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("plain_head", [True, False])
 def test_logits_are_computed_where_there_are_labels_alone(plain_head: bool) -> None:
     """The answers of long conversations are a few percent of their tokens."""
@@ -277,3 +216,30 @@ def test_gradient_of_frequent_entries_in_bfloat16() -> None:
     exact = torch.zeros(5, 8).index_add_(0, tokens, gradient.float())
     torch.testing.assert_close(embedding.weight.grad.float(), exact, rtol=1e-2, atol=0)
     assert torch.equal(embedding(tokens), F.embedding(tokens, embedding.weight))
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_ntk_turns_the_slowest_frequency_as_linear_scaling_does() -> None:
+    shape = ModelShape(**SIZES, head_dim=8, vocab_size=50)
+    plain, ntk, linear = (
+        Decoder(shape.model_copy(update={"rope_scaling": kind, "rope_factor": 4.0})).rope.frequencies(torch.device("cpu"))
+        for kind in ("none", "ntk", "linear")
+    )
+    assert ntk[0] == plain[0] and float(ntk[-1]) == pytest.approx(float(linear[-1]), rel=1e-12)
+    assert ((ntk[1:-1] < plain[1:-1]) & (ntk[1:-1] > linear[1:-1])).all()
+
+
+def test_first_values_of_biases_are_0_and_of_norms_1() -> None:
+    model = Decoder(ModelShape(**SIZES, head_dim=8, vocab_size=50, qkv_bias=True, qk_norm=True, output_norms=True))
+    model.initialize(0)
+    values = {name: weight.unique().tolist() for name, weight in model.named_parameters() if weight.dim() == 1}
+    assert {name.rpartition(".")[2]: value for name, value in values.items()} == {"bias": [0.0], "weight": [1.0]}
+    assert {tuple(value) for name, value in values.items() if name.endswith("bias")} == {(0.0,)}
+
+
+def test_a_checkpoint_of_another_model_is_told_apart() -> None:
+    model = Decoder(ModelShape(**SIZES, head_dim=8, vocab_size=50, qk_norm=True))
+    older = {**SIZES, "head_dim": 8, "vocab_size": 50, "rope_theta": 1e4}
+    assert model.differences(older) == ["qk_norm is True, was False", "rope_theta is 500000.0, was 10000.0"]

@@ -80,15 +80,7 @@ def test_later_tokens_are_those_of_the_document(lengths: list[int], ranks: int, 
 SPLITS = {
     "2 auto": (2, ["batch.tokens_per_rank=400"]),
     "3 static": (3, ["context.mode=static", "context.degree=3", "batch.tokens_per_rank=300", "train.recompute=selective"]),
-    "4 auto, tensor ranks": (
-        4,
-        [
-            "parallel.tensor_parallel_size=2",
-            "batch.tokens_per_rank=402",
-            "train.recompute=norms",
-            "model.num_key_value_heads=2",
-        ],
-    ),
+    "2 tensor ranks": (2, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=602", "train.recompute=norms"]),
     "2 tiles, gathered all step": (
         2,
         ["batch.tokens_per_rank=400", "parallel.reshard_after=step", "train.mlp_tile_tokens=64", "train.recompute=full"],
@@ -99,11 +91,11 @@ MOE = ["model.num_experts=4", "model.moe_intermediate_size=24", "model.num_key_v
 
 @pytest.fixture(scope="module")
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[StepMetrics]]:
-    """Four steps of one process, without and with experts."""
+    """Two steps of one process, without and with experts."""
     one = [*TINY_MTP, "batch.tokens_per_rank=600", "context.mode=static", "model.num_key_value_heads=2"]
     folder = tmp_path_factory.mktemp("alone")
     return {
-        experts: workers.run(train, 1, store, folder / str(experts), [*one, *MOE * experts], 4)[0] for experts in (False, True)
+        experts: workers.run(train, 1, store, folder / str(experts), [*one, *MOE * experts], 2)[0] for experts in (False, True)
     }
 
 
@@ -121,14 +113,14 @@ def test_training_is_the_same_however_it_is_split(
 ) -> None:
     ranks, changed = SPLITS[name]
     given = [*TINY_MTP, "model.num_key_value_heads=2", *changed]
-    assert_same(workers.run(train, ranks, store, tmp_path, given, 4)[0], alone[False])
+    assert_same(workers.run(train, ranks, store, tmp_path, given, 2)[0], alone[False])
 
 
 def test_training_with_experts_on_other_ranks(
     workers: Workers, store: Path, alone: dict[bool, list[StepMetrics]], tmp_path: Path
 ) -> None:
     given = [*TINY_MTP, *MOE, "batch.tokens_per_rank=400", "parallel.expert_parallel_size=2"]
-    assert_same(workers.run(train, 2, store, tmp_path, given, 4)[0], alone[True])
+    assert_same(workers.run(train, 2, store, tmp_path, given, 2)[0], alone[True])
 
 
 def test_exports_are_without_the_blocks(workers: Workers, store: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention import RingAttention, Schedule, operator
 from longctx.attention.exchange import Exchange, Pending
-from longctx.attention.kernels import KERNELS, Mode, choose_kernel, cpu
+from longctx.attention.kernels import KERNELS, Options, choose_kernel, cpu
 from longctx.attention.ring_pass import NO_LAYER
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
@@ -51,19 +51,19 @@ def test_few_rounds_are_held_at_once(workers: Workers) -> None:
     assert all(forward <= 2 and backward <= 4 for forward, backward in results), results
 
 
-def run_with_modes(deterministic: bool, keep_kv: bool) -> tuple[list[Mode], list[Mode]]:
-    """Returns the modes of the kernel calls of forward and of backward."""
-    modes: list[Mode] = []
+def run_with_options(deterministic: bool, keep_kv: bool) -> tuple[list[Options], list[Options]]:
+    """Returns the options of the kernel calls of forward and of backward."""
+    options: list[Options] = []
 
     class Recording:
         refusal = staticmethod(cpu.refusal)
 
-        def forward(self, *arguments: Any, mode: Mode | None = None) -> Any:
-            modes.append(mode or arguments[-1])
+        def forward(self, *arguments: Any) -> Any:
+            options.append(arguments[-1])
             return cpu.forward(*arguments)
 
         def backward(self, *arguments: Any) -> Any:
-            modes.append(arguments[-1])
+            options.append(arguments[-1])
             return cpu.backward(*arguments)
 
     rank = dist.get_rank()
@@ -72,25 +72,25 @@ def run_with_modes(deterministic: bool, keep_kv: bool) -> tuple[list[Mode], list
         choose_kernel.cache_clear()
         attention = RingAttention(RING.layout(rank), kernel="recording", deterministic=deterministic, keep_kv=keep_kv)
         out = attention(q, k, v)
-        forward, modes = modes.copy(), modes
-        modes.clear()
+        forward = options.copy()
+        options.clear()
         out.backward(dout.detach())
     choose_kernel.cache_clear()
-    return forward, modes
+    return forward, options
 
 
 @pytest.mark.parametrize(("deterministic", "keep_kv"), [(False, False), (True, True)])
 def test_kernels_are_told_how_to_run(workers: Workers, deterministic: bool, keep_kv: bool) -> None:
     """Each call is told whether messages are in flight: of the next round's keys, or in backward of gradients."""
-    for rank, modes in enumerate(workers.run(run_with_modes, 6, deterministic, keep_kv)):
+    for rank, options in enumerate(workers.run(run_with_options, 6, deterministic, keep_kv)):
         schedule = Schedule.build(RING.layout(rank))
         calls = [len(schedule.local), *(len(round_.calls) for round_ in schedule.rounds)]
         fetching = [True] * (len(calls) - 1) + [False]
         returning = [False, False] + [True] * (len(calls) - 2)
         backward = returning if keep_kv else [a or b for a, b in zip(fetching, returning, strict=True)]
-        for made, wanted in zip(modes, (fetching, backward), strict=True):
+        for made, wanted in zip(options, (fetching, backward), strict=True):
             told = [flag for flag, count in zip(wanted, calls, strict=True) for _ in range(count)]
-            assert made == [Mode(deterministic, overlapped) for overlapped in told]
+            assert [(each.deterministic, each.overlapped) for each in made] == [(deterministic, flag) for flag in told]
 
 
 class Zeros(TorchDispatchMode):

@@ -11,6 +11,7 @@ from longctx.attention import pool_documents
 from longctx.attention.inputs import AttentionInputError
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan, random_plan
+from tests.marks import slow_unless
 from tests.test_examples import load
 from tests.workers import Workers
 
@@ -83,7 +84,7 @@ def _updated(model: torch.nn.Module, loss: float, plan: Any) -> tuple[float, lis
     return loss, gradients, {} if plan is None else plan.degrees
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, (2, 3)))
 def test_heads_of_the_example_equal_one_process(workers: Workers, ranks: int) -> None:
     example = load("encoder_heads")
     model = example.build_model()

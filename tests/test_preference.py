@@ -43,7 +43,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_another_store_of_validation_after_a_resume(workers: Workers, store: Pat
     assert "the initial weights have changed" in workers.run(baseless_fails, 1, store, tmp_path / "refused", late, True)[0]
 
 
-APART = ["eval.every=2", "data.held_out=0.4"]
+APART = ["eval.every=1", "train.steps=2", "data.held_out=0.4"]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_pairs_that_are_set_apart_are_validated_by_the_same_loss(
     assert apart.nonzero()[0].tolist() == sorted([*chosen, *(number + 1 for number in chosen)])
     found = workers.run(run, ranks, store, tmp_path / "own", [source, *settings, *APART])[0]
     rows = [row for row in found["rows"] if row["validation_loss"] is not None]
-    assert [row["step"] for row in rows] == [2, 4]
+    assert [row["step"] for row in rows] == [1, 2]
     expected = Plain(checkpoint, store, []).after(found["last"], chosen)
     assert [rows[-1][key] for key in ("validation_loss", "validation_accuracy")] == pytest.approx(expected, rel=1e-5)
     assert rows[-1]["validation_tokens"] == int(Store.open(store).trained_tokens[apart].sum())
-    other = [source, *settings, "eval.every=4", f"eval.store={store}", "eval.documents=3"]
+    other = [source, *settings, "eval.every=2", "train.steps=2", f"eval.store={store}", "eval.documents=3"]
     found = workers.run(run, ranks, store, tmp_path / "other", other)[0]
     expected = Plain(checkpoint, store, []).after(found["last"], [0, 2])
     row = found["rows"][-1]

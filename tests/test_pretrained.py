@@ -45,7 +45,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / kind for kind in KINDS}
 
 
-@pytest.mark.parametrize(("kind", "ranks"), slow_unless(lambda _, ranks: ranks == 3, product(KINDS, (1, 2, 3))))
+@pytest.mark.parametrize(
+    ("kind", "ranks"), slow_unless(lambda kind, ranks: ranks == 3 and kind not in ("phi", "cohere"), product(KINDS, (1, 2, 3)))
+)
 def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], kind: str, ranks: int) -> None:
     assert_step(workers.run(step, ranks, checkpoints[kind], []), reference(checkpoints[kind]))
 
@@ -95,7 +97,9 @@ def make_untied(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "cohere", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind", slow_unless(lambda kind: kind in ("llama", "gpt2"), ["llama", "gpt2", "cohere", "gemma3_text"])
+)
 def test_a_head_that_differs_from_the_embedding_is_not_tied(
     workers: Workers, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,9 @@
-"""What every mode of recomputation repeats in backward, with and without compilation; gradients are the same."""
+"""What every mode of recomputation repeats in backward, with and without compilation, and with block inputs in host memory;
+gradients are the same."""
 
 from collections import Counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,13 +13,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention import RingAttention
+from longctx.config import load
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.compilation import compile_blocks
+from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import _contexts, apply_recompute
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
+from longctx.training import build
 
 LAYERS, TOKENS = 2, 48
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": LAYERS, "qkv_bias": True})
@@ -40,17 +45,21 @@ class Counting(TorchDispatchMode):
         return function(*given, **(named or {}))
 
 
-def train(mode: str, backend: Any = None, tiles: int | None = None) -> list[torch.Tensor]:
+def train(
+    mode: str, backend: Any = None, tiles: int | None = None, offload: Offload | None = None, device: str = "cpu"
+) -> list[torch.Tensor]:
     """Returns the gradients of a step."""
     model = Decoder(SHAPE)
     model.initialize(0)
-    apply_recompute(model, mode, mlp_tile_tokens=tiles)
+    model.to(device)
+    apply_recompute(model, mode, mlp_tile_tokens=tiles, offload=offload)
     if backend is not None:
         torch._dynamo.reset()
         compile_blocks(model, backend=backend)
     plan = make_plan([TOKENS], ranks=1, tokens_per_rank=TOKENS, profile=HardwareProfile.load("cpu-2core"))
-    attention = RingAttention(plan.layout(0, 0))
-    model(torch.arange(TOKENS), torch.arange(TOKENS), attention, lambda hidden, _: hidden.square().sum()).backward()
+    attention = RingAttention(plan.layout(0, 0), device=device, kernel="auto" if device == "cpu" else "reference")
+    tokens = torch.arange(TOKENS, device=device)
+    model(tokens, tokens, attention, lambda hidden, _: hidden.square().sum()).backward()
     return [parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None]
 
 
@@ -115,3 +124,33 @@ def test_the_outputs_of_adapters_are_not_kept() -> None:
         found = x @ down @ up
     assert torch.equal(found, wanted)
     assert counting.calls["aten.mm.default"] == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_inputs_of_blocks_in_host_memory_change_nothing(mode: str, device: str) -> None:
+    offload = Offload()
+    plain, offloaded = train(mode, device=device), train(mode, device=device, offload=offload)
+    assert offload.moved_bytes == LAYERS * TOKENS * SHAPE.hidden_size * 4, "every block's input, and no more"
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+@pytest.mark.parametrize(("offload", "free", "expected"), [(True, 5, [5]), (True, None, []), (False, 5, [])])
+def test_an_offloaded_optimizer_uses_the_cores(
+    monkeypatch: pytest.MonkeyPatch, offload: bool, free: int | None, expected: list[int]
+) -> None:
+    """torchrun leaves every process one thread, which would take seconds for a step of billions of weights."""
+    used: list[int] = []
+
+    def stop(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("that is enough")
+
+    monkeypatch.setattr(build, "host_threads", lambda: free)
+    monkeypatch.setattr(build, "shard", stop)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    config = load(None, ["model.preset=tiny", "model.vocab_size=100", f"train.offload_optimizer={offload}"])
+    one = SimpleNamespace(size=lambda: 1)
+    mesh = SimpleNamespace(device=torch.device("cuda"), pipeline_rank=0, tensor=one, weights=one, copies=one, experts=None)
+    with pytest.raises(RuntimeError, match="that is enough"):
+        build.build_model(config.model_source(), config, cast(Any, mesh))
+    assert used == expected

@@ -333,8 +333,3 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_requests_are_named(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["split", "--gpus", "8", "--mix", "wlb_128k", *more]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_former_spelling_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--parallel", "8", "--mix", "wlb_128k", "--model", "8b"]) == 2
-    assert "--parallel is a command of its own now: longctx split --gpus 8" in capsys.readouterr().err

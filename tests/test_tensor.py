@@ -50,16 +50,13 @@ ODD = ["model.vocab_size=271", "model.intermediate_size=67", "model.hidden_size=
 
 @pytest.fixture(scope="module")
 def alone_odd(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
-    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone-odd"), ODD, 4)[0]
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone-odd"), ODD, 3)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [
-        (4, [TWO, "batch.tokens_per_rank=752"]),
-        pytest.param(8, [FOUR, "batch.tokens_per_rank=752"], marks=pytest.mark.slow),
-        pytest.param(8, [TWO, "batch.tokens_per_rank=500", "parallel.shard_ranks=2"], marks=pytest.mark.slow),
-    ],
+    [(8, [FOUR, "batch.tokens_per_rank=752"]), (8, [TWO, "batch.tokens_per_rank=500", "parallel.shard_ranks=2"])],
 )
 def test_sizes_need_not_be_divisible(
     workers: Workers, store: Path, alone_odd: list[StepMetrics], tmp_path: Path, ranks: int, settings: list[str]
@@ -71,10 +68,10 @@ def test_resume_of_sizes_that_are_not_divisible(
     workers: Workers, store: Path, alone_odd: list[StepMetrics], tmp_path: Path
 ) -> None:
     settings = [*ODD, TWO, "batch.tokens_per_rank=750"]
-    workers.run(train_then_save, 4, store, tmp_path / "saved", settings, 2)
-    for ranks, other in ((1, [WITHOUT, "batch.tokens_per_rank=1500"]), (4, [])):
+    workers.run(train_then_save, 4, store, tmp_path / "saved", settings, 1)
+    for ranks, other in ((1, [WITHOUT, "batch.tokens_per_rank=1500"]), (2, ["batch.tokens_per_rank=1500"])):
         run = shutil.copytree(tmp_path / "saved", tmp_path / f"on-{ranks}")
-        assert_equal(workers.run(train, ranks, store, run, [*settings, *other], 2, True)[0], alone_odd[2:])
+        assert_equal(workers.run(train, ranks, store, run, [*settings, *other], 2, True)[0], alone_odd[1:])
 
 
 GPT = [
@@ -106,45 +103,12 @@ def test_gpt(
     assert_equal(workers.run(train, ranks, store, tmp_path, [*GPT, *settings], 2)[0], alone_gpt)
 
 
-def test_bfloat16_follows_float32(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path) -> None:
-    split = workers.run(train, 4, store, tmp_path, [TWO, "train.dtype=bfloat16", "batch.tokens_per_rank=750"], 2)[0]
-    assert [m.loss for m in split] == pytest.approx([m.loss for m in alone[:2]], rel=2e-2)
-    assert [m.grad_norm for m in split] == pytest.approx([m.grad_norm for m in alone[:2]], rel=5e-2)
-
-
 def test_tokens_are_counted_once(workers: Workers, store: Path, tmp_path: Path) -> None:
     for metrics in workers.run(train, 2, store, tmp_path, [TWO], 1)[0]:
         padding = metrics.tokens % 2
         assert metrics.micro_batches == 1
         assert metrics.padding_share == padding / (metrics.tokens + padding)
         assert metrics.tokens_per_s_per_rank == pytest.approx(metrics.tokens / metrics.step_time_s / 2)
-
-
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        ((2, [TWO, "batch.tokens_per_rank=1500"]), [(1, [WITHOUT]), (4, [TWO, "batch.tokens_per_rank=750"])]),
-        ((3, [WITHOUT, "batch.tokens_per_rank=500"]), [(4, [TWO, PIPELINE])]),
-        pytest.param(
-            (6, [TWO, "batch.tokens_per_rank=500"]),
-            [(4, [WITHOUT, PIPELINE, "batch.tokens_per_rank=750"])],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_resume_under_another_layout(
-    workers: Workers,
-    store: Path,
-    alone: list[StepMetrics],
-    tmp_path: Path,
-    saved: tuple[int, list[str]],
-    resumed: list[tuple[int, list[str]]],
-) -> None:
-    """Documents and losses equal those of one process that never stopped."""
-    workers.run(train_then_save, saved[0], store, tmp_path / "saved", saved[1], 2)
-    for ranks, settings in resumed:
-        run = shutil.copytree(tmp_path / "saved", tmp_path / f"on-{ranks}")
-        assert_equal(workers.run(train, ranks, store, run, settings, 2, True)[0], alone[2:])
 
 
 def first_weights(store: Path, run: Path, settings: list[str]) -> tuple[float, int]:
@@ -236,13 +200,12 @@ def test_gradient_of_frequent_entries_of_a_split_embedding_in_bfloat16(workers: 
 
 
 def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_path: Path) -> None:
-    assert workers.run(train_and_save, 2, store, tmp_path, [TWO, "train.steps=2", "checkpoint.every=2"]) == [True, True]
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert workers.run(train_and_save, 2, store, tmp_path, [TWO, "train.steps=1", "checkpoint.every=1"]) == [True, True]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]
     assert (tmp_path / "latest" / "state.json").is_file()
 
 
 def test_a_profile_is_of_a_ranks_own_heads(workers: Workers) -> None:
-    (one, _), *_ = workers.run(profile_cases.measure_profile, 1, [0], [])
     (two, _), *_ = workers.run(profile_cases.measure_profile, 2, [0, 1], [TWO])
-    assert two["kv_bytes_per_token"] == one["kv_bytes_per_token"] / 2
+    assert two["kv_bytes_per_token"] == 2 * 8 * 4 * 3, "of one of two heads"
     assert two["measured"]["ranks"] == 1, "of the domain"

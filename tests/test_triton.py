@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, choose_kernel, triton
+from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, Options, choose_kernel, triton
 from longctx.attention.merge import merge_fused_, merge_plain_
 from longctx.attention.segments import Segment, visible
 from longctx.planning.layout import Placement
@@ -75,9 +75,9 @@ class Inputs:
 def run(kernel: str, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Returns out, lse, dq, dk, dv; backward gets a larger log-sum-exp, as if other calls had seen more keys."""
     dout, q, k, v = (x.double() if kernel == "reference" else x.to(DEVICE) for x in tensors)
-    out, lse = KERNELS[kernel].forward(q, k, v, inputs.segments, inputs.scale, inputs.softcap)
+    out, lse = KERNELS[kernel].forward(q, k, v, inputs.segments, Options(inputs.scale, inputs.softcap))
     merged = (out * 0.6).to(out.dtype), lse + 0.5
-    gradients = KERNELS[kernel].backward(dout, q, k, v, *merged, inputs.segments, inputs.scale, inputs.softcap)
+    gradients = KERNELS[kernel].backward(dout, q, k, v, *merged, inputs.segments, Options(inputs.scale, inputs.softcap))
     return [x.cpu() for x in (out, lse, *gradients)]
 
 
@@ -252,7 +252,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install triton" in str(triton.refusal(request))
     x = torch.zeros(4, 1, 16)
     with pytest.raises(ValueError, match="positive"):
-        triton.forward(x, x, x, (Segment(0, 4, 0, 4),), -1.0)
+        triton.forward(x, x, x, (Segment(0, 4, 0, 4),), Options(-1.0))
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,10 @@ def test_peaks_by_name() -> None:
     assert peak_flops("NVIDIA RTX A1000", "bfloat16") is None, "no A100"
 
 
-def two_steps(store: Path, run: Path, settings: list[str], traced: range | None = None) -> list[object]:
+def two_steps(store: Path, run: Path, settings: list[str], traced: range | None = None, stopped: bool = False) -> list[object]:
+    """Metrics of two steps; of a traced run, whether it reached its third and last step."""
     trainer = start(store, run, [*ON_2, *settings, "train.steps=3", "checkpoint.every=3"], traced=traced)
+    trainer.stop.received = stopped
     if traced is not None:
         return [trainer.train()]
     with trainer.loader:
@@ -131,26 +133,14 @@ def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path
     assert without[0].mfu is None and "mfu" not in without[0].console()
 
 
-def traced_to_the_end(store: Path, run: Path, traced: range, stopped: bool) -> bool:
-    """Runs three steps, or one if it is stopped. Returns True if it reached its last step."""
-    trainer = start(store, run, [*ON_2, "train.steps=3", "checkpoint.every=3"], traced=traced)
-    trainer.stop.received = stopped
-    return trainer.train()
-
-
 @pytest.mark.parametrize(("traced", "stopped"), [(range(3, 10), False), (range(1, 3), True)])
 def test_a_trace_is_written_when_the_run_ends_within_its_steps(
     workers: Workers, store: Path, tmp_path: Path, traced: range, stopped: bool
 ) -> None:
-    assert workers.run(traced_to_the_end, 2, store, tmp_path, traced, stopped) == [not stopped] * 2
+    assert workers.run(two_steps, 2, store, tmp_path, [], traced, stopped) == [[not stopped]] * 2
     for rank in range(2):
         events = json.loads((tmp_path / "traces" / f"rank-{rank:03d}.json").read_text())["traceEvents"]
         assert [event.get("name") for event in events].count("optimizer") == 1
-
-
-def test_idle_time_of_a_pipeline(workers: Workers, store: Path, tmp_path: Path) -> None:
-    steps = workers.run(two_steps, 2, store, tmp_path, IN_PIPELINE)[0]
-    assert all(0 < step.bubble_s < step.step_time_s and step.rest_s > 0 for step in steps)
 
 
 def test_traces_name_micro_batches_layers_and_documents(workers: Workers, store: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import sysconfig
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,14 @@ def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1475, 375)) -> 
             (source / f"{piece}-{name}").write_bytes(text[max(lengths) * piece :][:length] or text[:length])
     prepare(open_corpus(str(source)), folder / "store", tokenizer="bytes")
     return folder / "store"
+
+
+def pretend_checkpoints(run: Path, *steps: int) -> None:
+    """Makes folders of checkpoints without weights."""
+    for step in steps:
+        state = run / "checkpoints" / f"step-{step:06d}" / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps({"step": step, "files": {}}))
 
 
 def steps_in(run: Path) -> list[dict[str, Any]]:
@@ -190,10 +198,8 @@ def without_targets_in_step_3(store: Path, run: Path, settings: list[str]) -> li
 def with_another_plan_on_rank_1(store: Path, run: Path) -> None:
     mode = "context.mode=static" if dist.get_rank() == 1 else "context.mode=auto"
     trainer = start(store, run, [mode])
-    try:
+    with trainer.loader:
         trainer.step()
-    finally:
-        trainer.loader.close()
 
 
 def host_gathers(store: Path, run: Path, settings: list[str], ready: bool) -> list[int]:
@@ -301,68 +307,55 @@ def with_rank_1_failing(
     trainer.step()
 
 
+def counted_after(trainer: Trainer, passes: Sequence[str], count: Callable[[_WatchedStage], int]) -> list[int]:
+    """What `count` finds after each of these passes of a stage of this rank, in a step of a pipeline."""
+    counts = []
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: _WatchedStage, *arguments: Any, **named: Any) -> None:
+            original(self, *arguments, **named)
+            counts.append(count(self))
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch, trainer.loader:
+        for name in passes:
+            patch.setattr(_WatchedStage, name, watched(getattr(_WatchedStage, name)))
+        trainer.step()
+    return counts
+
+
+def gathered(blocks: Iterable[torch.nn.Module]) -> int:
+    """How many blocks have whole weights, not shards."""
+    return sum(not isinstance(next(block.parameters()), DTensor) for block in blocks)
+
+
 def gathered_blocks_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many blocks of this rank are gathered after each backward pass of a step."""
     trainer = start(store, run, settings)
     assert trainer.passes.pipeline is not None
-    gathered = []
-    original = _WatchedStage.backward_one_chunk
-
-    def count(self: _WatchedStage, *arguments: Any, **named: Any) -> None:
-        original(self, *arguments, **named)
-        blocks = (block for stage in trainer.passes.pipeline.stages for block in stage.layers)
-        gathered.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
-
-    _WatchedStage.backward_one_chunk = count
-    try:
-        with trainer.loader:
-            trainer.step()
-    finally:
-        _WatchedStage.backward_one_chunk = original
-    return gathered
+    blocks = [block for stage in trainer.passes.pipeline.stages for block in stage.layers]
+    return counted_after(trainer, ["backward_one_chunk"], lambda _: gathered(blocks))
 
 
 def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many blocks are gathered when each micro-batch of a step begins."""
-    trainer = start(store, run, settings)
-    gathered = []
+    trainer, counts = start(store, run, settings), list[int]()
     original = trainer.passes.inputs
-
-    def count(*arguments: Any) -> Any:
-        gathered.append(sum(not isinstance(next(block.parameters()), DTensor) for block in trainer.model.layers))
-        return original(*arguments)
-
-    trainer.passes.inputs = count
+    trainer.passes.inputs = lambda *given: (counts.append(gathered(trainer.model.layers)), original(*given))[1]
     with trainer.loader:
         trainer.step()
-    return gathered
+    return counts
 
 
 def unsummed_gradients_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many gradients of this rank are in bfloat16 after each backward pass of a step, and not yet added up in float32."""
-    trainer = start(store, run, settings)
-    assert trainer.passes.pipeline is not None
-    unsummed = []
 
-    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
-        def count(self: _WatchedStage, *arguments: Any, **named: Any) -> None:
-            original(self, *arguments, **named)
-            gradients = (parameter.grad for parameter in self.stage.parameters())
-            unsummed.append(sum(gradient is not None and gradient.dtype == torch.bfloat16 for gradient in gradients))
+    def unsummed(stage: _WatchedStage) -> int:
+        gradients = (parameter.grad for parameter in stage.stage.parameters())
+        return sum(gradient is not None and gradient.dtype == torch.bfloat16 for gradient in gradients)
 
-        return count
-
-    passes = ("backward_one_chunk", "backward_weight_one_chunk")
-    originals = {name: getattr(_WatchedStage, name) for name in passes}
-    for name, original in originals.items():
-        setattr(_WatchedStage, name, watched(original))
-    try:
-        with trainer.loader:
-            trainer.step()
-    finally:
-        for name, original in originals.items():
-            setattr(_WatchedStage, name, original)
-    return unsummed
+    return counted_after(start(store, run, settings), ["backward_one_chunk", "backward_weight_one_chunk"], unsummed)
 
 
 def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:

@@ -4,11 +4,11 @@ import logging
 from functools import cache
 
 from longctx.attention.kernels import cpu, reference, triton
-from longctx.attention.kernels.contract import Kernel, KernelRequest, Mode
+from longctx.attention.kernels.contract import Kernel, KernelRequest, Options
 from longctx.attention.kernels.flash import Flash
 from longctx.errors import UserError
 
-__all__ = ["KERNELS", "Kernel", "KernelError", "KernelRequest", "Mode", "choose_kernel", "kernel_name"]
+__all__ = ["KERNELS", "Kernel", "KernelError", "KernelRequest", "Options", "choose_kernel", "kernel_name"]
 
 log = logging.getLogger(__name__)
 

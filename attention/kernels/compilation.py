@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import torch
 
 from longctx.attention.kernels import KernelRequest, choose_kernel
-from longctx.attention.kernels.contract import Mode
+from longctx.attention.kernels.contract import Options
 from longctx.attention.segments import Segment
 
 LONG = 512
@@ -27,8 +27,8 @@ def compile_variants(kernel: str, request: KernelRequest, heads: tuple[int, int]
     """
     q_heads, kv_heads = heads
     dim, v_dim = request.head_dim, request.v_head_dim
-    chosen, mode = choose_kernel(kernel, request), Mode(request.deterministic)
-    scale, softcap = dim**-0.5, 30.0 if request.softcap else 0.0
+    chosen = choose_kernel(kernel, request)
+    options = Options(dim**-0.5, 30.0 if request.softcap else 0.0, request.deterministic)
     ratio = q_heads // kv_heads
     short, double = max(2, BLOCK_ROWS // max(2, ratio)), max(2, 2 * BLOCK_ROWS // ratio)
     for q_rows, k_rows, sequences in product((short, double, LONG), (short, LONG), (1, MANY)):
@@ -37,5 +37,5 @@ def compile_variants(kernel: str, request: KernelRequest, heads: tuple[int, int]
         q, k, v, dout = (torch.randn(rows + more, *shape, device=request.device).to(request.dtype) for rows, *shape in shapes)
         for lo, hi in product((None, 1 - longest // 2) if window else (None,), (0, None)):
             segments = tuple(Segment(a, b, a, b, lo, hi) for a, b in pairwise([0, *range(longest, longest + sequences)]))
-            out, lse = chosen.forward(q, k, v, segments, scale, softcap, mode)
-            chosen.backward(dout, q, k, v, out, lse, segments, scale, softcap, mode)
+            out, lse = chosen.forward(q, k, v, segments, options)
+            chosen.backward(dout, q, k, v, out, lse, segments, options)

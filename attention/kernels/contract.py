@@ -1,7 +1,7 @@
 """The interface of every attention kernel.
 
-    forward(q, k, v, segments, scale, softcap, mode) -> out, lse
-    backward(dout, q, k, v, out, lse, segments, scale, softcap, mode) -> dq, dk, dv
+    forward(q, k, v, segments, options) -> out, lse
+    backward(dout, q, k, v, out, lse, segments, options) -> dq, dk, dv
     refusal(request) -> reason why the kernel does not support the request, or None
 
 q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] and
@@ -11,13 +11,14 @@ softcap · tanh(scale · q·k / softcap) if softcap is not 0. No two segments of
 of a segment sees at least one of its keys; empty segments are skipped. q, k and v have one dtype and device. Queries outside
 all segments get out = 0 and lse = -inf; gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse,
 merged over all calls, as ring attention needs. The last dimension of every tensor is contiguous; the others may be strided. A
-kernel ignores the parts of `mode` that make no difference to it.
+kernel ignores `deterministic` and `overlapped` if they make no difference to it.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from longctx.attention.segments import Segments
 
@@ -26,7 +27,7 @@ from longctx.attention.segments import Segments
 class KernelRequest:
     """The properties of a call that a kernel must support.
 
-    `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Mode`. `elements`:
+    `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Options`. `elements`:
     of the largest tensor or buffer, rounded down, or 0 if it has less than MOST_ELEMENTS.
     """
 
@@ -46,7 +47,7 @@ PADDING = 128
 """Rows that libraries add to a sequence in some of their buffers, at most."""
 
 
-def request_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **properties: bool) -> KernelRequest:
+def request_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **properties: bool) -> KernelRequest:
     """Returns the request of a call, with its other properties."""
     rows = PADDING * (2 * len(segments) + 1)  # rows between segments are sequences too
     sizes = [(len(x) + rows) * x.shape[1] * max(x.shape[2], v.shape[2]) for x in (q, k)]
@@ -56,19 +57,22 @@ def request_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segm
     return KernelRequest(q.device.type, q.dtype, q.shape[2], v.shape[2], elements=large, **properties)
 
 
-class Mode(NamedTuple):
-    """How a call runs; the results agree to rounding.
+class Options(NamedTuple):
+    """What a call computes besides its segments, and how.
 
     Attributes:
+        scale, softcap: of the scores.
         deterministic: backward calls with equal inputs give bitwise equal gradients.
         overlapped: messages are in flight, so a kernel that fills the GPU should leave them some processors.
     """
 
+    scale: float
+    softcap: float = 0.0
     deterministic: bool = False
     overlapped: bool = False
 
 
-DEFAULT = Mode()
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
@@ -76,27 +80,8 @@ class Kernel(Protocol):
 
     def refusal(self, request: KernelRequest) -> str | None: ...
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float = 0.0,
-        mode: Mode = DEFAULT,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float = 0.0,
-        mode: Mode = DEFAULT,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+    ) -> Gradients: ...

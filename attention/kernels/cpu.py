@@ -8,8 +8,9 @@ blocks of queries, each with a mask and the keys that its queries see.
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
+from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 from longctx.attention.segments import Segments, visible
 
 BLOCK = 256
@@ -28,38 +29,23 @@ def refusal(request: KernelRequest) -> str | None:
     return "does not support a soft cap" if request.softcap else None
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    softcap: float = 0.0,
-    mode: Mode = DEFAULT,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype)
     for rows, keys, causal, mask in _blocks(segments, q):
-        part, part_lse = _forward(_heads(q[rows]), _heads(k[keys]), _heads(v[keys]), 0.0, causal, attn_mask=mask, scale=scale)
+        part, part_lse = _forward(
+            _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), 0.0, causal, attn_mask=mask, scale=options.scale
+        )
         out[rows] = part[0].transpose(0, 1)
         lse[rows] = part_lse[0].transpose(0, 1)
     return out, lse
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    softcap: float = 0.0,
-    mode: Mode = DEFAULT,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+) -> Gradients:
     """Implements `contract`."""
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))  # several blocks may add to a key
@@ -74,14 +60,14 @@ def backward(
             0.0,
             causal,
             attn_mask=mask,
-            scale=scale,
+            scale=options.scale,
         )
         for total, part, where in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
             total[where] += part[0].transpose(0, 1)
     return dq, dk, dv
 
 
-def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
+def _blocks(segments: Segments, like: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
     """Yields queries, keys, whether the call is causal, and an additive mask or None, for every call of the op."""
     for segment in segments:
         if segment.empty:
@@ -97,6 +83,6 @@ def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, sli
             yield block.queries, block.keys, False, mask
 
 
-def _heads(x: torch.Tensor) -> torch.Tensor:
+def _heads(x: Tensor) -> Tensor:
     """Returns a view [1, heads, T, dim] of [T, heads, dim]."""
     return x.transpose(0, 1).unsqueeze(0)

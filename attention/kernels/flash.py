@@ -20,11 +20,12 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import DEFAULT, MOST_ELEMENTS, KernelRequest, Mode, request_of
+from longctx.attention.kernels.contract import MOST_ELEMENTS, Gradients, KernelRequest, Options, request_of
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Scores, Sequences
+from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Sequences
 from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
@@ -43,31 +44,22 @@ class Flash:
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Implements `contract`."""
-        found = self.library(replace(request, bands=False))  # all libraries support them
-        return found if isinstance(found, str) else None
+        library = self.library(replace(request, bands=False))  # all libraries support them
+        return library if isinstance(library, str) else None
 
     def chosen(self, request: KernelRequest) -> Library:
         """Returns the library that runs a request. Raises UserError if none supports it."""
-        found = self.library(replace(request, bands=False))
-        if isinstance(found, str):
-            raise UserError(f"kernel flash {found}; use kernel=auto")
-        return found
+        library = self.library(replace(request, bands=False))
+        if isinstance(library, str):
+            raise UserError(f"kernel flash {library}; use kernel=auto")
+        return library
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float = 0.0,
-        mode: Mode = DEFAULT,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
         """Implements `contract`."""
-        library = self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
+        library = self._library_for(q, k, v, segments, options)
         out = lse = None
         for plan in _plans_for(q, k, segments):
-            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, Scores(scale, softcap), mode)
+            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, options)
             part_lse = heads_lse.transpose(0, 1).contiguous()
             _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
             # Calls cover disjoint queries and leave 0 and -inf elsewhere, so these operations are exact.
@@ -78,26 +70,14 @@ class Flash:
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float = 0.0,
-        mode: Mode = DEFAULT,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+    ) -> Gradients:
         """Implements `contract`."""
-        library = self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
+        library = self._library_for(q, k, v, segments, options)
         heads_lse = lse.transpose(0, 1).contiguous()
-        total: tuple[torch.Tensor, ...] = ()
+        total: tuple[Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
-            dq, dk, dv = library.backward(
-                dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, Scores(scale, softcap), mode
-            )
+            dq, dk, dv = library.backward(dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, options)
             _fill(plan.q_gaps, (dq, 0.0))
             _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
             part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
@@ -105,6 +85,10 @@ class Flash:
             total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
         dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
         return dq, dk, dv
+
+    def _library_for(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> Library:
+        softcap, deterministic = bool(options.softcap), options.deterministic
+        return self.chosen(request_of(q, k, v, segments, softcap=softcap, deterministic=deterministic))
 
     def _choose(self, request: KernelRequest) -> Library | str:
         if request.device != "cuda":
@@ -155,24 +139,24 @@ class _LibraryCall:
     """
 
     sequences: Sequences
-    q_gaps: torch.Tensor | None
-    k_gaps: torch.Tensor | None
-    k_rows: torch.Tensor | None
+    q_gaps: Tensor | None
+    k_gaps: Tensor | None
+    k_rows: Tensor | None
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return x if self.k_rows is None else x.index_select(0, self.k_rows)
 
-    def scatter(self, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def scatter(self, gradient: Tensor, like: Tensor) -> Tensor:
         return gradient if self.k_rows is None else torch.zeros_like(like).index_copy_(0, self.k_rows, gradient)
 
 
-def _fill(rows: torch.Tensor | None, *tensors: tuple[torch.Tensor, float]) -> None:
+def _fill(rows: Tensor | None, *tensors: tuple[Tensor, float]) -> None:
     if rows is not None:
         for tensor, value in tensors:
             tensor.index_fill_(0, rows, value)
 
 
-def _plans_for(q: torch.Tensor, k: torch.Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
+def _plans_for(q: Tensor, k: Tensor, segments: Segments) -> tuple[_LibraryCall, ...]:
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
     return _plans(tuple(segments), len(q), len(k), q.device, stream)
 
@@ -196,20 +180,20 @@ def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
     cut = [s.cut((s.q_start, s.q_stop), (s.k_start, s.k_stop)) for s in segments]
     for segment in sorted((s for s in cut if not s.empty), key=lambda s: (s.lo is None) + (s.hi is None)):
         queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
-        wanted = (
+        needed = (
             None if segment.lo is None else keys - queries - segment.lo,
             None if segment.hi is None else segment.hi - (keys - queries),
         )
         enough = keys - 1, queries - 1
         for window, group in groups:
             if all(
-                given == want or (want is None and given is not None and given >= least)
-                for given, want, least in zip(window, wanted, enough, strict=True)
+                limit == want or (want is None and limit is not None and limit >= least)
+                for limit, want, least in zip(window, needed, enough, strict=True)
             ):
                 group.append(segment)
                 break
         else:
-            groups.append((wanted, [segment]))
+            groups.append((needed, [segment]))
     return groups
 
 
@@ -253,5 +237,5 @@ def _longest(edges: Sequence[int]) -> int:
     return max(after - before for before, after in pairwise(edges))
 
 
-def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor | None:
+def _rows(ranges: Sequence[range], device: torch.device) -> Tensor | None:
     return row_index(ranges, device) if ranges else None

@@ -12,12 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from longctx.attention.kernels.contract import KernelRequest, Mode
+from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 from longctx.attention.kernels.flash_library import (
     HOPPER_OR_BLACKWELL,
     Capability,
-    Gradients,
-    Scores,
     Sequences,
     import_error,
     shared_options,
@@ -56,11 +54,11 @@ def missing() -> str | None:
     Flash-attn 2.8.3 installs an older copy of the same modules, without what is needed here.
     """
     try:
-        found = version("flash-attn-4")
+        installed = version("flash-attn-4")
     except PackageNotFoundError:
         return f"not installed: {INSTALL}"
-    if found != TESTED:
-        return f"{found} is installed, but only {TESTED} is known to work, as its functions are private: {INSTALL}"
+    if installed != TESTED:
+        return f"{installed} is installed, but only {TESTED} is known to work, as its functions are private: {INSTALL}"
     _keep_compiled()
     if why := import_error("flash_attn.cute.interface"):
         return f"{why}: {INSTALL}"
@@ -94,22 +92,22 @@ def refusal(request: KernelRequest, capability: Capability) -> str | None:
     return unequal(request) or too_large(request, 128)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Options) -> tuple[Tensor, Tensor]:
     results = import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, return_lse=True, **_options(sequences, scores)
+        q, k, v, return_lse=True, **_options(sequences, options)
     )
     return results[0], results[1]
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, options: Options
 ) -> Gradients:
     gradients: Gradients = import_module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, out, dout, lse, deterministic=mode.deterministic, **_options(sequences, scores)
+        q, k, v, out, dout, lse, deterministic=options.deterministic, **_options(sequences, options)
     )
     return gradients
 
 
-def _options(sequences: Sequences, scores: Scores) -> dict[str, Any]:
+def _options(sequences: Sequences, options: Options) -> dict[str, Any]:
     longest, window = (sequences.longest_q, sequences.longest_k), (sequences.left, sequences.right)
-    return {"causal": sequences.causal, **shared_options(sequences, scores, longest, window)}
+    return {"causal": sequences.causal, **shared_options(sequences, options, longest, window)}

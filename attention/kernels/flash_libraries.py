@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import flash_4
-from longctx.attention.kernels.contract import KernelRequest, Mode
+from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 from longctx.attention.kernels.flash_library import (
     Capability,
-    Gradients,
     Library,
-    Scores,
     Sequences,
     import_error,
     shared_options,
@@ -55,25 +53,25 @@ def _refusal_3(request: KernelRequest, capability: Capability) -> str | None:
     return too_large(request, 256)
 
 
-def _forward_3(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
+def _forward_3(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Options) -> tuple[Tensor, Tensor]:
     # The default number of splits depends on the other sequences of the call; 1 makes results independent of them.
-    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scores, mode))
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, options))
     return out, lse
 
 
 def _backward_3(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, options: Options
 ) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    options = _options_3(sequences, scores, mode)
-    torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic=mode.deterministic, **options)
+    named = _options_3(sequences, options)
+    torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic=options.deterministic, **named)
     return dq, dk, dv
 
 
-def _options_3(sequences: Sequences, scores: Scores, mode: Mode) -> dict[str, Any]:
+def _options_3(sequences: Sequences, options: Options) -> dict[str, Any]:
     longest = sequences.longest_q, sequences.longest_k
-    options = shared_options(sequences, scores, longest, sequences.limits)
-    return {"is_causal": sequences.causal, "sm_margin": SM_MARGIN if mode.overlapped else 0, **options}
+    shared = shared_options(sequences, options, longest, sequences.limits)
+    return {"is_causal": sequences.causal, "sm_margin": SM_MARGIN if options.overlapped else 0, **shared}
 
 
 # flash-attn 2
@@ -93,27 +91,27 @@ def _refusal_2(request: KernelRequest, capability: Capability) -> str | None:
     return unequal(request) or too_large(request, 256)
 
 
-def _forward_2(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
+def _forward_2(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Options) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, **_options_2(sequences, scores)
+        q, k, v, **_options_2(sequences, options)
     )
     return out, lse
 
 
 def _backward_2(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, options: Options
 ) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    options = _options_2(sequences, scores)
+    named = _options_2(sequences, options)
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes=None, deterministic=mode.deterministic, **options
+        dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes=None, deterministic=options.deterministic, **named
     )
     return dq, dk, dv
 
 
-def _options_2(sequences: Sequences, scores: Scores) -> dict[str, Any]:
-    options = shared_options(sequences, scores, sequences.bounds, sequences.limits)
-    return {"causal": sequences.causal, "dropout_p": 0.0, **options}
+def _options_2(sequences: Sequences, options: Options) -> dict[str, Any]:
+    shared = shared_options(sequences, options, sequences.bounds, sequences.limits)
+    return {"causal": sequences.causal, "dropout_p": 0.0, **shared}
 
 
 # torch's copy of flash-attn 2
@@ -129,7 +127,7 @@ def _refusal_torch(request: KernelRequest, capability: Capability) -> str | None
     return "does not support a soft cap" if request.softcap else _refusal_2(request, capability)
 
 
-def _forward_torch(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
+def _forward_torch(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, options: Options) -> tuple[Tensor, Tensor]:
     (left, right), bounds = sequences.limits, sequences.bounds
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
@@ -141,7 +139,7 @@ def _forward_torch(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores
         0.0,
         sequences.causal,
         False,
-        scale=scores.scale,
+        scale=options.scale,
         window_size_left=left,
         window_size_right=right,
     )
@@ -149,10 +147,10 @@ def _forward_torch(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores
 
 
 def _backward_torch(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, options: Options
 ) -> Gradients:
     (left, right), bounds = sequences.limits, sequences.bounds
-    with _deterministic() if mode.deterministic else nullcontext():
+    with _deterministic() if options.deterministic else nullcontext():
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
             dout,
             q,
@@ -167,7 +165,7 @@ def _backward_torch(
             sequences.causal,
             q.new_zeros(2, dtype=torch.uint64),  # random state of dropout, unused
             q.new_empty(0),
-            scale=scores.scale,
+            scale=options.scale,
             window_size_left=left,
             window_size_right=right,
         )

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from longctx.attention.kernels.contract import KernelRequest, Mode
+from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 
 Capability = tuple[int, int]
 
@@ -59,20 +59,11 @@ class Sequences:
         return max(self.longest_q, 2), max(self.longest_k, self.longest_q) if windowed else self.longest_k
 
 
-class Scores(NamedTuple):
-    """Scale and soft cap of the scores, as in `contract`."""
+Forward = Callable[[Tensor, Tensor, Tensor, Sequences, Options], tuple[Tensor, Tensor]]
+"""Signature (q, k, v, sequences, options) → out, lse [heads, Tq]."""
 
-    scale: float
-    softcap: float
-
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-Forward = Callable[[Tensor, Tensor, Tensor, Sequences, Scores, Mode], tuple[Tensor, Tensor]]
-"""Signature (q, k, v, sequences, scores, mode) → out, lse [heads, Tq]."""
-
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences, Scores, Mode], Gradients]
-"""Signature (dout, q, k, v, out, lse [heads, Tq], sequences, scores, mode) → dq, dk, dv."""
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences, Options], Gradients]
+"""Signature (dout, q, k, v, out, lse [heads, Tq], sequences, options) → dq, dk, dv."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ def too_large(request: KernelRequest, largest: int) -> str | None:
 
 
 def shared_options(
-    sequences: Sequences, scores: Scores, longest: tuple[int, int], window: tuple[int | None, int | None]
+    sequences: Sequences, options: Options, longest: tuple[int, int], window: tuple[int | None, int | None]
 ) -> dict[str, Any]:
     """Returns the keyword arguments that all versions of flash-attn share."""
     return {
@@ -127,8 +118,8 @@ def shared_options(
         "cu_seqlens_k": sequences.edges_k,
         "max_seqlen_q": longest[0],
         "max_seqlen_k": longest[1],
-        "softmax_scale": scores.scale,
+        "softmax_scale": options.scale,
         "window_size_left": window[0],
         "window_size_right": window[1],
-        "softcap": scores.softcap,
+        "softcap": options.softcap,
     }

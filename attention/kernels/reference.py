@@ -1,8 +1,9 @@
 """Reference kernel: dense float64 scores per segment, to check other kernels. Any mask, head size and device; slow."""
 
 import torch
+from torch import Tensor
 
-from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
+from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 from longctx.attention.segments import Segment, Segments, visible
 
 
@@ -11,15 +12,7 @@ def refusal(request: KernelRequest) -> str | None:
     return None
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    softcap: float = 0.0,
-    mode: Mode = DEFAULT,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
     heads = q.shape[1]
     q64, k64, v64 = q.double(), _expand(k, heads), _expand(v, heads)
@@ -27,7 +20,7 @@ def forward(
     lse = q64.new_full((q.shape[0], heads), float("-inf"))
     for segment in segments:
         rows, keys = segment.queries, segment.keys
-        scores, _ = _scores(q64, k64, segment, scale, softcap)
+        scores, _ = _scores(q64, k64, segment, options)
         total = scores.logsumexp(dim=-1)
         probabilities = (scores - total.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
         out[rows] = torch.einsum("hqk,khd->qhd", probabilities, v64[keys])
@@ -37,17 +30,8 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    softcap: float = 0.0,
-    mode: Mode = DEFAULT,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+) -> Gradients:
     """Implements `contract`."""
     heads = q.shape[1]
     q64, k64, v64 = q.double(), _expand(k, heads), _expand(v, heads)
@@ -56,7 +40,7 @@ def backward(
     dq, dk, dv = torch.zeros_like(q64), torch.zeros_like(k64), torch.zeros_like(v64)
     for segment in segments:
         rows, keys = segment.queries, segment.keys
-        scores, slope = _scores(q64, k64, segment, scale, softcap)
+        scores, slope = _scores(q64, k64, segment, options)
         probabilities = (scores - lse[rows].double().T.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
         dv[keys] += torch.einsum("hqk,qhd->khd", probabilities, dout64[rows])
         dprobabilities = torch.einsum("qhd,khd->hqk", dout64[rows], v64[keys])
@@ -66,22 +50,21 @@ def backward(
     return dq.to(lse.dtype), _reduce(dk, k).to(lse.dtype), _reduce(dv, v).to(lse.dtype)
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, segment: Segment, scale: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _scores(q: Tensor, k: Tensor, segment: Segment, options: Options) -> tuple[Tensor, Tensor | float]:
     """Returns masked scores [heads, queries, keys] and their derivative by q·k; k is already expanded to all heads."""
+    scale, softcap = options.scale, options.softcap
     scores = torch.einsum("qhd,khd->hqk", q[segment.queries], k[segment.keys]) * scale
-    slope: torch.Tensor | float = scale
+    slope: Tensor | float = scale
     if softcap:
         bent = torch.tanh(scores / softcap)
         scores, slope = softcap * bent, scale * (1 - bent * bent)
     return scores.masked_fill_(~visible(segment, q.device), float("-inf")), slope
 
 
-def _expand(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _expand(x: Tensor, heads: int) -> Tensor:
     return x.double().repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _reduce(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _reduce(gradient: Tensor, like: Tensor) -> Tensor:
     """Sums over the query heads of each kv head: [T, heads, dim] → [T, kv_heads, dim]."""
     return gradient.view(gradient.shape[0], like.shape[1], -1, gradient.shape[2]).sum(2)

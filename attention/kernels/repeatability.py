@@ -6,8 +6,8 @@ request 1893), and no version number tells builds apart. So a few calls decide, 
 
 import torch
 
-from longctx.attention.kernels.contract import KernelRequest, Mode
-from longctx.attention.kernels.flash_library import Library, Scores, Sequences
+from longctx.attention.kernels.contract import KernelRequest, Options
+from longctx.attention.kernels.flash_library import Library, Sequences
 
 TOKENS = 2048
 """Tokens of each of two documents: 16 blocks of keys, whose gradients of a query meet in dQ."""
@@ -24,11 +24,11 @@ def differs(library: Library, request: KernelRequest) -> str | None:
         torch.randn(2 * TOKENS, *shape, generator=generator, device=request.device, dtype=request.dtype) for shape in shapes
     )
     edges = torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32, device=request.device)
-    scores, mode = Scores(dim**-0.5, 30.0 if request.softcap else 0.0), Mode(deterministic=True)
+    options = Options(dim**-0.5, 30.0 if request.softcap else 0.0, deterministic=True)
     for left, right in ((None, 0), (None, None), (TOKENS // 4, 0)):
         sequences = Sequences(edges, edges, TOKENS, TOKENS, left, right)
-        out, lse = library.forward(q, k, v, sequences, scores, mode)
-        first, *others = (library.backward(dout, q, k, v, out, lse, sequences, scores, mode) for _ in range(REPEATS))
+        out, lse = library.forward(q, k, v, sequences, options)
+        first, *others = (library.backward(dout, q, k, v, out, lse, sequences, options) for _ in range(REPEATS))
         for name, *repeats in zip(("dq", "dk", "dv"), first, *others, strict=True):
             if not all(torch.equal(repeats[0], other) for other in repeats[1:]):
                 return f"its deterministic backward gave another {name} for the same inputs: install a newer version"

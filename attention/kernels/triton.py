@@ -15,9 +15,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
+from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
 
@@ -91,17 +92,9 @@ def refusal(request: KernelRequest) -> str | None:
     return None
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    softcap: float = 0.0,
-    mode: Mode = DEFAULT,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
-    run = _KernelLaunch(q, k, v, segments, scale, softcap)
+    run = _KernelLaunch(q, k, v, segments, options)
     q_, k_, v_ = (run.readable(x) for x in (q, k, v))
     out = q_.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = out.new_empty(out.shape[:2], dtype=torch.float32)
@@ -115,19 +108,10 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    softcap: float = 0.0,
-    mode: Mode = DEFAULT,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
+) -> Gradients:
     """Implements `contract`."""
-    run = _KernelLaunch(q, k, v, segments, scale, softcap)
+    run = _KernelLaunch(q, k, v, segments, options)
     dout_, q_, k_, v_, out_ = (run.readable(x) for x in (dout, q, k, v, out))
     dq, dk, dv = q_.new_empty(q.shape), k_.new_empty(k.shape), v_.new_empty(v.shape)
     statistics = lse.new_empty(2, q.shape[1], q.shape[0])
@@ -138,7 +122,7 @@ def backward(
         dk.zero_()
         dv.zero_()
     strides = tuple(stride for x in (dout_, q_, k_, v_) for stride in x.stride()[:2])
-    sizes = (q.shape[0], *run.heads, scale, *run.scores)
+    sizes = (q.shape[0], *run.heads, options.scale, *run.scores)
     more = (*strides, *out_.stride()[:2], *lse.stride(), *sizes)
     run.launch("dq", queries, q.shape[1], (dout_, q_, k_, v_, out_, lse, dq, statistics, queries.table, *more))
     run.launch("dkv", keys, k.shape[1], (dout_, q_, k_, v_, dk, dv, statistics, keys.table, *strides, *sizes))
@@ -148,16 +132,15 @@ def backward(
 class Tiles(NamedTuple):
     """The programs of a launch: their table on the device, one row per program, and the number of tensor rows covered."""
 
-    table: torch.Tensor
+    table: Tensor
     rows: int
 
 
 class _KernelLaunch:
     """State shared by the launches of one call."""
 
-    def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> None:
+        scale, softcap = options.scale, options.softcap
         if scale <= 0:
             raise UserError(f"scale is {scale}: kernel triton needs a positive scale; negate q instead")
         self.device_code = import_module("longctx.attention.kernels.triton_device")
@@ -168,7 +151,7 @@ class _KernelLaunch:
         self.element_size, self.widest = q.element_size(), max(q.shape[2], v.shape[2])
         self.constants = constants(q.shape[2], v.shape[2], q.dtype, softcap != 0)
 
-    def readable(self, x: torch.Tensor) -> torch.Tensor:
+    def readable(self, x: Tensor) -> Tensor:
         """Returns `x` if the kernels can read it directly (contiguous last dimension), else a copy."""
         if self.interpreted and x.dtype == torch.bfloat16:
             x = x.float()
@@ -247,7 +230,7 @@ def _kept_tiles(
     return Tiles(copy_to(table, device), covered)
 
 
-def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns: int) -> tuple[torch.Tensor, int]:
+def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns: int) -> tuple[Tensor, int]:
     """Cuts the queries of every segment, or with `by_keys` its keys, into blocks of rows.
 
     Returns the table described in `triton_device`, int32 [tiles, 8], tiles with the most work first, and the number of tensor

@@ -55,11 +55,11 @@ def replace_linear(model: Any) -> None:
     restore_linear(model)
     handles: list[RemovableHandle] = []
     for layer, kind in linear_layers(model).items():
-        own = sys.modules[kind.__module__]
+        module = sys.modules[kind.__module__]
         for name, ours in FUNCTIONS.items():
-            original = getattr(own, name, None)
+            original = getattr(module, name, None)
             if original is not None and original not in _REPLACED:
-                setattr(own, name, _replacement(original, ours))
+                setattr(module, name, _replacement(original, ours))
         handles.append(layer.register_forward_pre_hook(_bind, with_kwargs=True))
     if handles and type(model).__name__ == "Mamba2ForCausalLM":
         handles += _pass_layout_on(model)
@@ -74,14 +74,14 @@ def restore_linear(model: Any) -> None:
 
 def _replacement(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def replaced(*given: Any, **named: Any) -> Any:
-        return (original if named.get(ARGUMENT) is None else ours)(*given, **named)
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        return (original if named.get(ARGUMENT) is None else ours)(*arguments, **named)
 
     _REPLACED.add(replaced)
     return replaced
 
 
-def _bind(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _bind(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gives the layer's functions the recurrence of the micro-batch. Raises HuggingFaceError if they could not use it."""
     name, rings = type(layer).__name__, named.get(ARGUMENT)
     if rings is None:
@@ -89,22 +89,22 @@ def _bind(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tu
             f"{name} was called without a layout: call the model as model(**model_inputs(model, batch, ..)), see "
             "longctx.attention.huggingface"
         )
-    hidden = given[0] if given else named["hidden_states"]
+    hidden = arguments[0] if arguments else named["hidden_states"]
     if hidden.shape[0] != 1:
         raise HuggingFaceError(f"input_ids has batch size {hidden.shape[0]}: pack all documents into one row of tokens")
     refuse_arguments(name, {key: value for key, value in named.items() if key not in ("hidden_states", ARGUMENT)})
-    return given, named | {ARGUMENT: LayerRecurrence(rings.recurrence(hidden.device), getattr(layer, "layer_idx", None))}
+    return arguments, named | {ARGUMENT: LayerRecurrence(rings.recurrence(hidden.device), getattr(layer, "layer_idx", None))}
 
 
 def _pass_layout_on(model: Any) -> list[RemovableHandle]:
     """Passes the layout from a model to its base model, if the model's own code does not."""
     passed: list[Any] = []
 
-    def take(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def take(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         passed[:] = [named.get(ARGUMENT)]
 
-    def give(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return given, {ARGUMENT: passed[0], **named} if passed else named
+    def give(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments, {ARGUMENT: passed[0], **named} if passed else named
 
     def forget(*_: Any) -> None:
         passed.clear()

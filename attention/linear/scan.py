@@ -35,9 +35,9 @@ class Group:
         ranges = [segment.rows for segment in segments]
         return cls(tuple(segments), RowSet.of(ranges, device), Chunks.of(list(map(len, ranges)), device))
 
-    def run(self, given: Given, initial: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, tensors: Given, initial: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the outputs of its rows, and the states at the ends of its segments; initial states are zero if not given."""
-        q, k, v, decay, beta = given
+        q, k, v, decay, beta = tensors
         if initial is None:
             initial = v.new_zeros(len(self.segments), *v.shape[1:2], k.shape[2], v.shape[2])
         return scan_chunks(q, k, v, decay, beta, initial, self.chunks)
@@ -77,10 +77,10 @@ class Scan:
         if first and later:
             rows = row_index([segment.rows for segment in ordered], "cpu")
             order = torch.argsort(rows).to(device)
-        messages, own = state_messages(segments, device), carried_rows(segments)
-        states = own | {item: len(own) + row for item, row in messages.received.items()}
+        messages, states_held = state_messages(segments, device), carried_rows(segments)
+        states = states_held | {item: len(states_held) + row for item, row in messages.received.items()}
         numbers = {(segment.document, segment.place): number for number, segment in enumerate(ordered)}
-        carried = torch.tensor([numbers[item] for item in own], dtype=torch.int64, device=device)
+        carried = torch.tensor([numbers[item] for item in states_held], dtype=torch.int64, device=device)
         before = tuple(tuple(states[segment.document, place] for place in range(segment.place)) for segment in later)
         return cls(Group.of(first, device), Group.of(later, device), order, carried, messages, before)
 
@@ -113,23 +113,23 @@ def linear_attention(
         return _attend(_each(lambda x: x.to(wide), (q, k, v, decay, beta)), scan, make).to(v.dtype)
 
 
-def _each(function: Callable[[torch.Tensor], torch.Tensor], given: Given) -> Given:
-    q, k, v, decay, beta = given
+def _each(function: Callable[[torch.Tensor], torch.Tensor], tensors: Given) -> Given:
+    q, k, v, decay, beta = tensors
     return function(q), function(k), function(v), function(decay), None if beta is None else function(beta)
 
 
-def _attend(given: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
-    q, k, _, _, beta = given
+def _attend(tensors: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
+    q, k, _, _, beta = tensors
     outs: list[torch.Tensor] = []
     ends: list[torch.Tensor] = []
     transitions: list[torch.Tensor] = []
     reach = q  # replaced if there are later segments, which alone use it
     if scan.first is not None:
-        out, end = scan.first.run(_each(scan.first.rows.read, given))
+        out, end = scan.first.run(_each(scan.first.rows.read, tensors))
         outs, ends = [out], [end]
         transitions = [end.new_zeros(*end.shape[:2], *(() if beta is None else (k.shape[2], k.shape[2])))]
     if scan.later is not None:
-        out, reach, end, transition = _affine(scan.later, _each(scan.later.rows.read, given))
+        out, reach, end, transition = _affine(scan.later, _each(scan.later.rows.read, tensors))
         outs, ends, transitions = [*outs, out], [*ends, end], [*transitions, transition]
     if len(scan.carried):
         parts = [torch.cat(each).index_select(0, scan.carried) for each in (transitions, ends)]
@@ -145,15 +145,15 @@ def _attend(given: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
     return outs[0] if scan.order is None else torch.cat(outs).index_select(0, scan.order)
 
 
-def _affine(group: Group, given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _affine(group: Group, tensors: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns o [rows, heads, v_dim], W [rows, heads, k_dim], B [segments, heads, k_dim, v_dim] and M of each segment.
 
     M is [segments, heads, k_dim, k_dim], or [segments, heads] without delta rule.
     """
-    q, k, v, decay, beta = given
+    q, k, v, decay, beta = tensors
     if beta is None:
         totals = [part.cumsum(0) for part in group.split(decay)]
-        out, end = group.run(given)
+        out, end = group.run(tensors)
         return out, q * torch.cat(totals).exp()[..., None], end, torch.stack([total[-1] for total in totals]).exp()
     # W and M are the output and the state of values of zero after a state of one.
     k_dim = k.shape[2]

@@ -75,15 +75,15 @@ class RankSegments:
                 f"{layout.tokens}: use the layout that it was packed with"
             )
         chains = tuple(map(chain_of, layout.shards))
-        own = [
+        held = [
             RankSegment(document, place, len(chain), link.start, link.stop, shard.rows(link.start, link.stop).start)
             for document, (shard, chain) in enumerate(zip(layout.shards, chains, strict=True))
             for place, link in enumerate(chain)
             if link.ring_index == shard.ring_index
         ]
         if layout.tokens < rows:
-            own.append(RankSegment(len(chains), 0, 1, 0, rows - layout.tokens, layout.tokens))
-        return cls(layout.shards, chains, tuple(own))
+            held.append(RankSegment(len(chains), 0, 1, 0, rows - layout.tokens, layout.tokens))
+        return cls(layout.shards, chains, tuple(held))
 
     @classmethod
     def alone(cls, rows: int) -> "RankSegments":

@@ -21,7 +21,6 @@ import longctx
 from longctx.commands import compare_measure
 from longctx.commands.lengths import add_source_options, add_step_options, kind_of_source, open_source
 from longctx.commands.output import check_writable, progress_bar, write_csv
-from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.units import whole_number
 
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="train steps of this run (YAML file of settings) under several modes in turn, instead of scoring plans",
     )
-    parser.add_argument("--parallel", help=argparse.SUPPRESS)  # the former spelling of `longctx split`
     default_ranks = ",".join(map(str, DEFAULT_RANKS))
     parser.add_argument(
         "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: those of {default_ranks} that fit)"
@@ -107,8 +105,6 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares measured steps (--measure run.yaml), or otherwise plans."""
-    if arguments.parallel is not None:
-        raise UserError(f"--parallel is a command of its own now: longctx split --gpus {arguments.parallel}")
     compare_measure.refuse(arguments)
     if arguments.measure is not None:
         return compare_measure.compare_steps(arguments)

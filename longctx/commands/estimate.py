@@ -2,14 +2,18 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.config import Config, describe, load
 from longctx.errors import UserError
+from longctx.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from longctx.data.store import Store
+    from longctx.memory.advisor import Choice
+    from longctx.memory.model import Memory
     from longctx.planning.cost.spec import ModelSpec
 
 SUMMARY = "Estimate the peak memory per rank, as configured and for every choice of recomputation and resharding"
@@ -45,12 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [{**settings, **choice.to_json()} for settings, choice in table]
         print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
         return 0
-    from longctx.memory.table import print_memory
-    from longctx.units import format_count
-
     source = f"the first steps of {config.data.said}" if store else "a full rank (no store)"
     parameters = f"{format_count(spec.parameters)} parameters, computed in {config.dtype}"
-    print_memory(f"{parameters}, {ranks} ranks, {source}", memory, table, config)
+    _print_memory(f"{parameters}, {ranks} ranks, {source}", memory, table, config)
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 
@@ -67,3 +68,33 @@ def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
             "existing store"
         )
     return None, config.model_source(config.model.vocab_size).spec
+
+
+def _print_memory(title: str, memory: "Memory", choices: "Sequence[Choice]", config: Config) -> None:
+    """Prints peak memory per rank as two tables: by part, and in total for every choice of settings."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    parts = Table("part", box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    parts.add_column("per rank", justify="right")
+    for name, size in memory.parts.items():
+        parts.add_row(name.replace("_", " "), format_bytes(size))
+    parts.add_section()
+    parts.add_row(f"peak memory, at: {memory.moment}", format_bytes(memory.total))
+    console.print(parts)
+    worlds = sorted({settings["ranks"] for settings, _ in choices})
+    table = Table("recompute", "keep_kv", "reshard_after", box=box.SIMPLE_HEAD, title="every choice", title_justify="left")
+    for ranks in worlds:
+        table.add_column(f"{ranks} ranks", justify="right")
+    rows: dict[tuple[str, bool, str], dict[int, str]] = {}
+    for settings, choice in choices:
+        key = settings["train.recompute"], settings["context.keep_kv"], settings["parallel.reshard_after"]
+        rows.setdefault(key, {})[settings["ranks"]] = format_bytes(choice.total)
+    configured = config.train.recompute, bool(config.context.keep_kv), config.parallel.reshard_after
+    for key, totals in rows.items():
+        style = "bold" if key == configured else None
+        table.add_row(key[0], str(key[1]).lower(), key[2], *(totals.get(ranks, "-") for ranks in worlds), style=style)
+    console.print(table)
+    console.print("Bold: as configured. Not counted: the process, its libraries and memory fragmentation.")

@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.data import RunData
 
     ranks, out = _checked(arguments), _out(arguments)
-    given = _given(arguments, out)
+    chosen = _given(arguments, out)
     _prepare(arguments, out)
     store = Store.open(out / "store")
-    defaults = _defaults(arguments, given, store, ranks, out)
+    defaults = _defaults(arguments, chosen, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
     data = RunData.open(config)
     check_model(config, data, config.model_source(data.vocab_size), ranks)
@@ -127,14 +127,14 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
         first["lora"] = {"rank": arguments.lora}
     if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
         first["batch"] = {"global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]}
-    given = load(arguments.config, arguments.overrides, defaults=first)
-    if {"store", "stores"} & given.data.model_fields_set:
+    chosen = load(arguments.config, arguments.overrides, defaults=first)
+    if {"store", "stores"} & chosen.data.model_fields_set:
         raise UserError(
             "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
             "source (longctx prepare --tokenizer) and run `longctx train`"
         )
     _check_out(out, arguments.overwrite)
-    return given
+    return chosen
 
 
 def _prepare(arguments: argparse.Namespace, out: Path) -> None:
@@ -176,27 +176,26 @@ def _check_out(out: Path, overwrite: bool) -> None:
         )
 
 
-def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", ranks: int, out: Path) -> Values:
+def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ranks: int, out: Path) -> Values:
     """Returns default settings for fine-tuning on this store, by section.
 
     Every document fits, and an epoch has about FEWEST_STEPS steps or more. Tokens per step and steps are taken from
-    `given` if set there.
+    `chosen` if set there.
     """
     tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
     step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
-    if "global_tokens" in given.batch.model_fields_set:
-        step = given.batch.global_tokens
-    domain = given.domain(ranks) or 1  # 0 is refused with the other settings
+    if "global_tokens" in chosen.batch.model_fields_set:
+        step = chosen.batch.global_tokens
+    domain = chosen.domain(ranks) or 1  # 0 is refused with the other settings
     per_rank = max(2048, math.ceil(longest / domain))
     while longest_document(domain, per_rank) < longest:
         per_rank += 1
-    fields = given.batch.model_fields_set
-    batch = given.batch if "tokens_per_rank" in fields else given.batch.model_copy(update={"tokens_per_rank": per_rank})
-    capacity = given.model_copy(update={"batch": batch}).capacity(ranks) or longest
-    steps = given.train.steps
-    if "steps" not in given.train.model_fields_set:
-        steps = _steps(arguments.epochs, given, store, step, min(longest, capacity))
-    adapters = arguments.lora is not None or given.lora.rank is not None
+    changes = {} if "tokens_per_rank" in chosen.batch.model_fields_set else {"batch.tokens_per_rank": per_rank}
+    capacity = chosen.changed(changes).capacity(ranks) or longest
+    steps = chosen.train.steps
+    if "steps" not in chosen.train.model_fields_set:
+        steps = _steps(arguments.epochs, chosen, store, step, min(longest, capacity))
+    adapters = arguments.lora is not None or chosen.lora.rank is not None
     values: dict[str, dict[str, Any]] = {
         "model": {"from_pretrained": arguments.model},
         "data": {"store": str(store.path)},
@@ -223,30 +222,22 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
     return values
 
 
-def _steps(epochs: float, given: Config, store: "Store", global_tokens: int, longest: int) -> int:
+def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, longest: int) -> int:
     """Returns the fewest steps that read the documents `epochs` times; of many documents, by the steps of the first ones.
 
     A step has more than its tokens: it takes whole documents. Documents above `longest` tokens are split or dropped.
     """
-    from longctx.data.mixture import make_steps
     from longctx.data.sampler import Sampler
+    from longctx.training.data import steps_of_run
 
-    data = given.data
-    steps = make_steps(
-        store,
-        global_tokens=global_tokens,
-        seed=given.train.seed,
-        max_length=data.max_length or longest,
-        long_documents=data.long_documents,
-        held_out_share=data.held_out,
-        masked=given.masked.share is not None,
-    )
+    changes = {"batch.global_tokens": global_tokens, "data.max_length": chosen.data.max_length or longest}
+    steps = steps_of_run(chosen.changed(changes), store, ranks=1)  # their number does not matter where a length is set
     assert isinstance(steps, Sampler), "there is one store"
-    wanted = math.ceil(epochs * steps.pieces)
+    pieces = math.ceil(epochs * steps.pieces)
     count, cursor = 0, steps.start
-    while cursor < min(wanted, COUNTED):
+    while cursor < min(pieces, COUNTED):
         cursor, count = steps.step(cursor)[1], count + 1
-    return math.ceil(wanted / cursor * count) if cursor < wanted else count
+    return math.ceil(pieces / cursor * count) if cursor < pieces else count
 
 
 def _next(config: Config, export: Path) -> str:

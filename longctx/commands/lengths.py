@@ -95,8 +95,8 @@ def refuse_other_kinds(arguments: argparse.Namespace, kinds: Mapping[str, tuple[
     """Raises UserError for an option of another kind of source."""
     kind = kind_of_source(arguments)
     for name, supported in kinds.items():
-        if kind not in supported and (given := given_options(arguments, name)):
-            raise UserError(f"{given[0]} needs a {' or '.join(supported)}, but the lengths come from a {kind}: omit it")
+        if kind not in supported and (options := given_options(arguments, name)):
+            raise UserError(f"{options[0]} needs a {' or '.join(supported)}, but the lengths come from a {kind}: omit it")
 
 
 def read_lengths(path: Path) -> list[int]:

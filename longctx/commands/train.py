@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from longctx.commands.dry_run import dry_run
 
-        given = [ranks for ranks in (arguments.ranks, arguments.processes) if ranks is not None]
-        ranks = given[0] if given else launch.world_size
+        numbers = [ranks for ranks in (arguments.ranks, arguments.processes) if ranks is not None]
+        ranks = numbers[0] if numbers else launch.world_size
         if ranks < 1:
             raise UserError(f"--{'ranks' if arguments.ranks is not None else 'processes'} is {ranks}: give 1 or more")
         dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)

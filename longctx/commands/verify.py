@@ -26,12 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
     damaged = False
     for path in arguments.paths:
         if (path / MANIFEST).is_file():
-            found = _store(path)
+            sentences = _store(path)
         elif checkpoint.is_run(path):
-            found = _run(path)
+            sentences = _run(path)
         else:
             raise UserError(f"{path} is neither a store nor the folder of a run: give the folder of one")
-        for sentence, is_damage in found:
+        for sentence, is_damage in sentences:
             print(f"{path}: {sentence}", file=sys.stderr if is_damage else sys.stdout, flush=True)
             damaged |= is_damage
     return int(damaged)
@@ -65,17 +65,17 @@ def _run(path: Path) -> Iterator[tuple[str, bool]]:
     from longctx.training.saved import checkpoint
 
     empty = True
-    for folder, found in checkpoint.examined(path):
+    for folder, saved in checkpoint.examined(path):
         name, empty = folder.name, False
-        if isinstance(found, str):
-            yield f"{name} {found}", not folder.suffix
+        if isinstance(saved, str):
+            yield f"{name} {saved}", not folder.suffix
             continue
-        sizes = {file: (folder / file).stat().st_size for file in found.checksums}
+        sizes = {file: (folder / file).stat().st_size for file in saved.checksums}
         with _reading(folder, sum(sizes.values())) as read:
-            problem = found.damage(read=read)
+            problem = saved.damage(read=read)
         if problem:
             yield f"{name} is damaged: {problem}", True
-        elif found.checksums:
+        elif saved.checksums:
             yield f"{name} is undamaged: {_size(sizes)}", False
         else:
             yield f"{name} has no checksums, as it was written by an older version; sizes are right", False

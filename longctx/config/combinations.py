@@ -150,7 +150,6 @@ ZERO_BUBBLE = Where(
 EXPERTS = Where("the number of experts > 0")
 NO_EXPERTS = Where("the number of experts is 0")
 NEW_WITHOUT_EXPERTS = Where("the number of experts is 0 and model.from_pretrained is null", ("model.num_experts=8",))
-COMPILED = Where("train.compile is true", ("train.compile=null",))
 SPLIT = ("parallel.tensor_parallel_size > 1", "parallel.pipeline_parallel_size > 1")
 BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
 
@@ -245,9 +244,6 @@ def _speed() -> Iterator[Row]:
     yield Row("train.float8 is not null", TENSOR, "each rank would scale its part of a tensor differently")
     yield Row("train.float8 is not null", ZERO_BUBBLE, "torchao's layers cannot compute weight gradients later")
     yield Row("train.float8 is not null", LORA, "base weights are frozen")
-    yield Row("train.fused is true", COMPILED, "compiled blocks fuse these operations themselves")
-    for where in (TENSOR, ZERO_BUBBLE):
-        yield Row("train.fused is true", where, "fused operations do not run in blocks that are split")
     whole_blocks = Where("train.recompute is none", ("train.recompute=selective",))
     yield Row("train.offload_activations is true", whole_blocks, "only inputs of recomputed blocks are offloaded")
 

@@ -17,8 +17,9 @@ SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() fo
 """All settings by dotted name."""
 RENAMED = {"context.head_exchange": "context.ulysses_degree"}
 """Settings of earlier versions → their current names."""
-REMOVED = {
+REMOVED: dict[str, tuple[Any, str]] = {
     "context.recalibrate": (False, "omit it"),
+    "train.fused": (None, "omit it: torch.compile (train.compile) fuses these operations, and torch's own norms are fused"),
     "stages": ([], "write the settings of a later part into a file of its own: longctx train FILE --continue RUN"),
 }
 """Settings of earlier versions that are gone → the value at which run folders may still have them, and the way out."""
@@ -51,9 +52,9 @@ def load(
         if isinstance(content, dict) and content.get(key, unused) == unused:
             content.pop(key, None)
     for section, settings in (defaults or {}).items():
-        given = values.setdefault(section, {})
-        if isinstance(given, dict):
-            values[section] = {**settings, **given}
+        own_values = values.setdefault(section, {})
+        if isinstance(own_values, dict):
+            values[section] = {**settings, **own_values}
     problems = [problem for override in overrides if (problem := _apply(override, values)) is not None]
     config, invalid = _validate(values)
     problems += invalid
@@ -157,5 +158,5 @@ def _suggest(section: str, key: str | None) -> str:
     elsewhere = [name for name in SETTINGS if name.split(".")[1] == key]
     keys = list(SECTIONS[section].model_fields)
     near = [f"{section}.{name}" for name in difflib.get_close_matches(str(key), keys, n=1)]
-    found = elsewhere or near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
-    return f"did you mean {found[0]}?" if found else f"section {section} has {', '.join(keys)}"
+    suggestions = elsewhere or near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
+    return f"did you mean {suggestions[0]}?" if suggestions else f"section {section} has {', '.join(keys)}"

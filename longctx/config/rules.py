@@ -78,10 +78,9 @@ def _missing(config: Config) -> Iterator[Problem]:
     for key, value, package, extra in (
         ("lora.rank", config.lora.rank, "peft", "huggingface"),
         ("train.float8", config.train.float8, "torchao", "gpu"),
-        ("train.fused", config.train.fused or None, "liger_kernel", "gpu"),
     ):
         if value is not None and not _installed(package):
-            rule = f"this setting needs {package.replace('_', '-')}, which is not installed"
+            rule = f"this setting needs {package}, which is not installed"
             yield Problem(key, value, rule, f"{install(extra)}, or omit it")
 
 

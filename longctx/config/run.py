@@ -1,6 +1,5 @@
 """Config: all settings of a run, by section, and values derived from them."""
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,20 +102,9 @@ class Config(BaseModel):
             return False
         if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
             return False
-        return not self.splits_blocks and self.train.mlp_tile_tokens is None and not self.train.fused
-
-    def fuses(self, device: str, spec: ModelSpec | None = None) -> bool:
-        """Returns whether blocks of the native decoder use fused operations: `train.fused`, or else its default."""
-        if self.train.fused is not None:
-            return self.train.fused
-        installed = importlib.util.find_spec("liger_kernel") is not None
-        return device == "cuda" and installed and not self.splits_blocks and not self.compiles(device, spec)
-
-    @property
-    def splits_blocks(self) -> bool:
-        """Whether tensor parallelism or zero-bubble is on; neither supports compiled or fused blocks."""
         zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
-        return self.parallel.tensor_parallel_size > 1 or zero_bubble
+        splits_blocks = self.parallel.tensor_parallel_size > 1 or zero_bubble
+        return not splits_blocks and self.train.mlp_tile_tokens is None
 
     def domain(self, world_size: int) -> int:
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""

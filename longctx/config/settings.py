@@ -288,9 +288,6 @@ class TrainSection(Section):
     compile: bool | None = None
     """compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not with tensor
     parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)"""
-    fused: bool | None = None
-    """fused norms and gated products from liger-kernel (extra `gpu`), in blocks of the native decoder that are not compiled
-    (null: on GPUs, if liger-kernel is installed and supports the other settings)"""
     recompute: Recompute = "none"
     """activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, RoPE and
     activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but attention; full:

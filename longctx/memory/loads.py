@@ -74,8 +74,11 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         profile=profile or run_profile(config, ranks).profile,
     )
     count = max(1, config.batch.global_tokens // (budget * domain))
-    found = [replace(load, micro_batches=count, first=count == 1) for load in loads([plan], config)]
-    return {max(found, key=lambda load: (load.tokens, load.remote)), max(found, key=lambda load: (load.tokens, load.sent))}
+    first_loads = [replace(load, micro_batches=count, first=count == 1) for load in loads([plan], config)]
+    return {
+        max(first_loads, key=lambda load: (load.tokens, load.remote)),
+        max(first_loads, key=lambda load: (load.tokens, load.sent)),
+    }
 
 
 def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
@@ -87,12 +90,12 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, most + 1))
     for placement in plan.micro_batches[number]:
         length, degree = plan.lengths[placement.document], placement.degree
-        here = slice(placement.first_rank, placement.first_rank + degree)
-        tokens[here] += largest_shard(length, degree)
+        ring = slice(placement.first_rank, placement.first_rank + degree)
+        tokens[ring] += largest_shard(length, degree)
         # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width per row.
         rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
         if rings > 1:
-            swapped[here] += largest_shard(length, degree)
+            swapped[ring] += largest_shard(length, degree)
         for first in range(rings if degree > rings else 0):
             members = np.array(placement.ring)[first::rings][:: -1 if placement.reversed else 1]
             chunks = _exchanged_chunks(len(members), _nodes(members, per_node), placement.rounds)

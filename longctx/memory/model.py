@@ -17,7 +17,7 @@ from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.work import layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
-from longctx.training.optimizer import MOMENTS
+from longctx.training.optimizer import state_bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Memory:
     Attributes:
         moment: description of the moment.
         parameters: shard of the weights, in float32; frozen weights in the compute dtype.
-        optimizer: shard of the two optimizer moments, in float32.
+        optimizer: shard of the optimizer state.
         gathered_weights: weights gathered from all shards, in the compute dtype.
         gradients: whole gradients until they are reduced, then a shard.
         activations: tensors kept from forward for backward.
@@ -144,7 +144,7 @@ class RankMemory:
         self.fixed = Memory("", pipeline=self.pipeline())
         if not (self.config.train.offload_optimizer and self.fused):
             parameters = FLOAT32 * weights.stored + self.block.number * (weights.all - weights.stored)
-            optimizer = MOMENTS * FLOAT32 * weights.stored // shards
+            optimizer = state_bytes(self.config.optimizer) * weights.stored // shards
             self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1

@@ -101,12 +101,12 @@ class CheckpointFiles:
         if (self.folder / DESCRIBED).is_file():
             described = json.loads((self.folder / DESCRIBED).read_text("utf-8"))
             return {name: getattr(torch, dtype) for name, dtype in described.items()}
-        found: dict[str, torch.dtype] = {}
+        dtypes_by_name: dict[str, torch.dtype] = {}
         for file in sorted(set(self.files.values())):
             with file.open("rb") as stream:  # safetensors has already checked the header
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            found |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
-        return found
+            dtypes_by_name |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
+        return dtypes_by_name
 
     @cached_property
     def fingerprint(self) -> str:
@@ -185,9 +185,9 @@ def check_name(source: str) -> None:
         raise PretrainedError(
             f"{source} has adapters, but no model: merge them with longctx export RUN OUT --merge, and give OUT"
         )
-    found = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
+    content = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
     raise PretrainedError(
-        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it (this one contains {found})"
+        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it (this one contains {content})"
     )
 
 
@@ -211,22 +211,22 @@ def _folder(source: str) -> Path:
 def _index(folder: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
-    found = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         try:
-            wanted = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+            by_tensor = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
             raise PretrainedError(f"{folder / INDEX} is damaged: {error}; download or copy the checkpoint again") from error
-        found = sorted({folder / file for file in wanted.values()})
-        missing = [file.name for file in found if not file.is_file()]
+        files = sorted({folder / file for file in by_tensor.values()})
+        missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise PretrainedError(f"{folder} lacks {', '.join(missing[:3])}, which its index lists: download or copy it again")
-    if not found:
+    if not files:
         raise PretrainedError(
             f"{folder} has no .safetensors files: save the model with transformers' save_pretrained, which writes them"
         )
     names: dict[str, Path] = {}
-    for file in found:
+    for file in files:
         try:
             with safe_open(str(file), framework="pt") as tensors:
                 names |= dict.fromkeys(tensors.keys(), file)

@@ -75,8 +75,8 @@ class Conversion:
     def different(self) -> list[str]:
         """Returns the tied weights for which the checkpoint has other values than for the weight that they are tied to."""
         with _internals():
-            there = {self._target(name) for name in self.files.files}
-        pairs = [(name, source) for name, source in self.tied.items() if {name, source} <= there]
+            stored = {self._target(name) for name in self.files.files}
+        pairs = [(name, source) for name, source in self.tied.items() if {name, source} <= stored]
         return [name for name, source in pairs if not torch.equal(self.read(name), self.read(source))]
 
     def tensors(self, weights: Mapping[str, torch.Tensor]) -> Tensors:

@@ -233,8 +233,8 @@ class Decoder(StagedModel):
         """As `Model.differences`; settings that an earlier version did not have are at their defaults."""
         if "transformers" in described:
             return ["it was trained by transformers' own code, not by the native decoder (see model.implementation)"]
-        here, there = self.describe(), ModelShape.model_validate(described).model_dump()
-        return [f"{key} is {here[key]!r}, was {value!r}" for key, value in there.items() if here[key] != value]
+        ours, theirs = self.describe(), ModelShape.model_validate(described).model_dump()
+        return [f"{key} is {ours[key]!r}, was {value!r}" for key, value in theirs.items() if ours[key] != value]
 
     @cached_property
     def family(self) -> Family:

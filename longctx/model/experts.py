@@ -146,11 +146,11 @@ def here(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
     return torch.cat(in_turns(turn, list(zip(x.tensor_split(turns), chosen.tensor_split(turns), strict=True))))
 
 
-def in_turns(turn: Callable[..., torch.Tensor], given: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
-    """Returns the results of `turn` for each of `given`; several turns are recomputed in backward."""
-    if len(given) == 1:
-        return [turn(*given[0])]
-    return [checkpoint(turn, *each, use_reentrant=False, preserve_rng_state=False) for each in given]
+def in_turns(turn: Callable[..., torch.Tensor], arguments: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
+    """Returns the results of `turn` for each of `arguments`; several turns are recomputed in backward."""
+    if len(arguments) == 1:
+        return [turn(*arguments[0])]
+    return [checkpoint(turn, *each, use_reentrant=False, preserve_rng_state=False) for each in arguments]
 
 
 def by_expert(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +183,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        found = gradient.index_select(0, back)
+        total = gradient.index_select(0, back)
         if len(back) != ctx.taken:
-            found = found.unflatten(0, (ctx.taken, len(back) // max(1, ctx.taken))).sum(1)
-        return found, None, None
+            total = total.unflatten(0, (ctx.taken, len(back) // max(1, ctx.taken))).sum(1)
+        return total, None, None

@@ -85,18 +85,18 @@ def expressed(shape: ModelShape, longest: int, end: int | None = None) -> tuple[
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    wanted = canonical(shape)
+    asked = canonical(shape)
     candidates: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         try:
-            config = AutoConfig.for_model(family.kind, **family.config(wanted, longest, end))
-            there = family.shape(config)
+            config = AutoConfig.for_model(family.kind, **family.config(asked, longest, end))
+            possible = family.shape(config)
         except (NoNativeModel, StrictDataclassError, ValueError, TypeError):
             continue  # its config cannot express the shape
-        different = [name for name in ModelShape.model_fields if getattr(wanted, name) != getattr(there, name)]
+        different = [name for name in ModelShape.model_fields if getattr(asked, name) != getattr(possible, name)]
         if not different:
             return family, config
-        candidates[family.kind] = [f"{name} {getattr(wanted, name)!r}" for name in different]
+        candidates[family.kind] = [f"{name} {getattr(asked, name)!r}" for name in different]
     nearest = min(candidates, key=lambda kind: len(candidates[kind]), default=None)
     why = "" if nearest is None else f" ({nearest} lacks {', '.join(candidates[nearest])})"
     raise NoNativeModel(f"no supported family of transformers has models of this shape{why}: use one of {', '.join(FAMILIES)}")

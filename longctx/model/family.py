@@ -102,12 +102,12 @@ class ExpertNames:
 
     def shape(self, config: Any) -> dict[str, Any]:
         """Returns the values of a shape."""
-        found = {ours: getattr(config, theirs) for ours, theirs in self.sizes.items()}
-        found |= {"norm_topk_prob": True} if self.normalized else {}
+        values = {ours: getattr(config, theirs) for ours, theirs in self.sizes.items()}
+        values |= {"norm_topk_prob": True} if self.normalized else {}
         layers = sorted(getattr(config, self.dense) or ()) if self.dense else []
         if layers != list(range(len(layers))):
             raise NoNativeModel(f"{self.dense} is {layers}, and only the first layers may have dense MLPs")
-        return {**found, "first_dense_layers": len(layers)}
+        return {**values, "first_dense_layers": len(layers)}
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         """Returns the values of a config."""
@@ -258,8 +258,8 @@ class Family:
             if key not in known and not key.startswith("_") and value != defaults.get(key, missing)
         }
         if strange:
-            said = ", ".join(f"{key} {value!r}" for key, value in strange.items())
-            raise NoNativeModel(f"config.json has {said}, which is not supported")
+            listed = ", ".join(f"{key} {value!r}" for key, value in strange.items())
+            raise NoNativeModel(f"config.json has {listed}, which is not supported")
 
     def parts(self, name: str) -> tuple[str, tuple[str, ...]]:
         """Returns the checkpoint's tensor that contains our parameter `name`, and all parameters in it, in row order."""
@@ -281,10 +281,10 @@ class Family:
 
     def pieces(self, name: str, experts: int) -> list[str]:
         """Returns the checkpoint's tensors, one per expert, that our parameter `name` concatenates; none for other ones."""
-        found = re.fullmatch(r"(layers\.\d+)\.moe\.experts\.(\w+)", name)
-        if found is None or self.experts is None:
+        match = re.fullmatch(r"(layers\.\d+)\.moe\.experts\.(\w+)", name)
+        if match is None or self.experts is None:
             return []
-        theirs = f"model.{found[1]}.{self.experts.module}.experts.{{}}.{self.experts.names[found[2]]}.weight"
+        theirs = f"model.{match[1]}.{self.experts.module}.experts.{{}}.{self.experts.names[match[2]]}.weight"
         return [theirs.format(number) for number in range(experts)]
 
     def tensors(self, weights: Mapping[str, torch.Tensor], experts: int = 0) -> dict[str, torch.Tensor]:

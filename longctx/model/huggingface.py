@@ -123,14 +123,14 @@ class TransformersModel(Model):
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without tokens gets one padding token
-        given = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
+        arguments = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
         if positions is not None:
-            given["position_ids"] = F.pad(positions, (0, missing))[None] + self.first_position
+            arguments["position_ids"] = F.pad(positions, (0, missing))[None] + self.first_position
         if head is None:
-            logits: torch.Tensor = self.hf(**given).logits[0, : len(tokens)]
+            logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits
         with packing_from_layout():
-            hidden = self.hf.base_model(**given)[0][0, : len(tokens)]
+            hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -221,9 +221,9 @@ class TransformersModel(Model):
 
         self.plain_head = False
         places = torch.arange(PROBED, device=self._device)
-        given = places % self.hf.get_input_embeddings().num_embeddings, places, Alone()
-        own, ours = self(*given), self(*given, compare)
-        if not torch.allclose(own.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3):
+        inputs = places % self.hf.get_input_embeddings().num_embeddings, places, Alone()
+        theirs, ours = self(*inputs), self(*inputs, compare)
+        if not torch.allclose(theirs.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3):
             raise HuggingFaceError(
                 f"{name} computes its logits from more than the last hidden states, so its loss cannot be computed in chunks: "
                 "it cannot be trained here"
@@ -245,8 +245,8 @@ class TransformersModel(Model):
         return {**described, "masked": True} if self.masked else described
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
-        here, there = self.describe()["transformers"], described.get("transformers")
-        if there is None:
+        ours, theirs = self.describe()["transformers"], described.get("transformers")
+        if theirs is None:
             return ["it was trained by the native decoder, not by transformers' own code (see model.implementation)"]
         if self.masked != described.get("masked", False):
             return [
@@ -256,19 +256,19 @@ class TransformersModel(Model):
             ]
         if "lora" in described:
             return [f"it has LoRA adapters: set lora.rank to {described['lora']['rank']}"]
-        here, there, ignored = _flat(here), _flat(there), {"transformers_version", "_name_or_path"}
+        ours, theirs, ignored = _flat(ours), _flat(theirs), {"transformers_version", "_name_or_path"}
         return [
-            f"{key} is {here.get(key)!r}, was {there.get(key)!r}"
-            for key in sorted({*here, *there} - ignored)
-            if here.get(key) != there.get(key)
+            f"{key} is {ours.get(key)!r}, was {theirs.get(key)!r}"
+            for key in sorted({*ours, *theirs} - ignored)
+            if ours.get(key) != theirs.get(key)
         ]
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a described config, those of its text model by their own names where the config has none."""
     text = config.get("text_config") or {}
-    own = {f"text_config.{key}" if key in config else key: value for key, value in text.items()}
-    return {key: value for key, value in config.items() if key != "text_config"} | own
+    of_text = {f"text_config.{key}" if key in config else key: value for key, value in text.items()}
+    return {key: value for key, value in config.items() if key != "text_config"} | of_text
 
 
 class _Given(nn.Module):

@@ -112,22 +112,22 @@ class AdaptedModel(TransformersModel):
         return targets if isinstance(targets, str) else list(targets)
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
-        there = described.get("lora")
-        if there is None:
+        theirs = described.get("lora")
+        if theirs is None:
             return ["it was trained without LoRA: remove lora.rank"]
-        found = super().differences({key: value for key, value in described.items() if key != "lora"})
-        found += [
-            f"lora.{name} is {getattr(self.lora, name)!r}, was {there[name]!r}"
+        lines = super().differences({key: value for key, value in described.items() if key != "lora"})
+        lines += [
+            f"lora.{name} is {getattr(self.lora, name)!r}, was {theirs[name]!r}"
             for name in ("rank", "alpha")
-            if getattr(self.lora, name) != there[name]
+            if getattr(self.lora, name) != theirs[name]
         ]
-        if self._asked != there["target_modules"]:
-            found.append(f"lora.target_modules is {self._asked!r}, was {there['target_modules']!r}")
-        if self.files.fingerprint != there["base_fingerprint"]:
-            found.append(
-                f"the weights of {self.files.folder} differ from those of {there['base']}, which the adapters belong to"
+        if self._asked != theirs["target_modules"]:
+            lines.append(f"lora.target_modules is {self._asked!r}, was {theirs['target_modules']!r}")
+        if self.files.fingerprint != theirs["base_fingerprint"]:
+            lines.append(
+                f"the weights of {self.files.folder} differ from those of {theirs['base']}, which the adapters belong to"
             )
-        return found
+        return lines
 
 
 def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
@@ -141,15 +141,15 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
 
     head = twin.get_output_embeddings()
     linear = {name: module for name, module in twin.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    wanted = [name for name, module in linear.items() if module is not head]
+    chosen = [name for name, module in linear.items() if module is not head]
     kind = type(twin).__name__
-    there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in wanted}))}"
-    if not wanted:
+    there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in chosen}))}"
+    if not chosen:
         raise LoraError(f"{kind} has no linear layer besides its head, so there is nothing to adapt")
     if targets == ALL_LINEAR:
-        taken_for_experts = _taken_for_experts(twin, wanted)
-        return tuple(name for name in wanted if name not in taken_for_experts)
-    found: set[str] = set()
+        taken_for_experts = _taken_for_experts(twin, chosen)
+        return tuple(name for name in chosen if name not in taken_for_experts)
+    matched: set[str] = set()
     for target in targets:
         named = {name: module for name, module in twin.named_modules() if name == target or name.endswith(f".{target}")}
         others = {type(module).__name__ for name, module in named.items() if name not in linear}
@@ -159,10 +159,10 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
             raise LoraError(f"{target} is a {', '.join(sorted(others))}, which is not a linear layer: {there_are}")
         if any(module is head for module in named.values()):
             raise LoraError(f"{target} is the output head, of which the loss uses only the weight: {there_are}")
-        found |= named.keys()
-    if refused := _taken_for_experts(twin, found):
+        matched |= named.keys()
+    if refused := _taken_for_experts(twin, matched):
         raise LoraError(f"peft treats {', '.join(sorted(refused)[:3])} as experts stored as one parameter: {there_are}")
-    return tuple(name for name in linear if name in found)
+    return tuple(name for name in linear if name in matched)
 
 
 def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
@@ -170,11 +170,11 @@ def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
 
     (Given `gate_proj`, say, for qwen2_moe, peft 0.21 adapts the parameter that contains all experts instead.)
     """
-    wanted = set(names)
+    targets = set(names)
     if all(parameter.dim() < 3 for parameter in twin.parameters()):
         return set()
     trial = deepcopy(twin)
-    return wanted - _inject(trial, _peft_config(Lora(1, 1.0), wanted, twin))
+    return targets - _inject(trial, _peft_config(Lora(1, 1.0), targets, twin))
 
 
 def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | None = None) -> Any:
@@ -231,18 +231,18 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
     """
     from safetensors.torch import save_file
 
-    given = {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
-    wanted = [name + end for name in model.adapted for end in (A, B)]
-    missing = [name for name in wanted if name not in given]
+    by_name = {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
+    expected = [name + end for name in model.adapted for end in (A, B)]
+    missing = [name for name in expected if name not in by_name]
     if missing:
-        raise ValueError(f"{len(missing)} of {len(wanted)} adapter weights are missing: {', '.join(missing[:3])}, ..")
+        raise ValueError(f"{len(missing)} of {len(expected)} adapter weights are missing: {', '.join(missing[:3])}, ..")
     folder.mkdir(parents=True, exist_ok=True)
     config = model.peft_config()
     config.base_model_name_or_path, config.inference_mode = str(model.files.folder), True
     config.save_pretrained(folder)
     written = {
-        PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): given[name].detach().to("cpu", torch.float32).contiguous()
-        for name in wanted
+        PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): by_name[name].detach().to("cpu", torch.float32).contiguous()
+        for name in expected
     }
     save_file(written, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 

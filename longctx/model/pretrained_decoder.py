@@ -65,17 +65,17 @@ class NativeSource:
         """Returns the checkpoint's tensors that contain a parameter."""
         return self.family.pieces(name, self.shape.num_experts) or [self.family.parts(name)[0]]
 
-    def _read(self, theirs: str, wanted: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
-        """Reads a tensor, or some of its rows, in the layout of our parameters, in which it must have the shape `wanted`."""
+    def _read(self, theirs: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+        """Reads a tensor, or some of its rows, in the layout of our parameters, in which it must have the shape `shape`."""
         stored, transposed = self._stored(theirs), self.family.transposed(theirs)
-        wanted = wanted[::-1] if transposed else wanted
+        shape = shape[::-1] if transposed else shape
         if stored not in self.files.files and theirs == self.embedding and self.shape.tie_word_embeddings:
             stored = "lm_head.weight"  # tied: both are the same
         if stored not in self.files.files:
             raise PretrainedError(f"{self.files.folder} lacks {theirs}: give a checkpoint of the whole language model")
-        if (found := self.files.shape(stored)) != wanted:
+        if (actual := self.files.shape(stored)) != shape:
             raise PretrainedError(
-                f"{self.files.folder} does not fit its config.json: {stored} has shape {found}, not {wanted}; give the config "
+                f"{self.files.folder} does not fit its config.json: {stored} has shape {actual}, not {shape}; give the config "
                 "that the weights were saved with"
             )
         return self.files.read(stored).t()[rows or slice(None)] if transposed else self.files.read(stored, rows)

@@ -123,11 +123,11 @@ class Model(nn.Module, ABC):
 
     def groups(self) -> list[list[str]]:
         """Returns names of parameters and saved buffers, grouped as `to_checkpoint` needs them; tied ones appear once."""
-        found: dict[str, list[str]] = {}
+        names_by_group: dict[str, list[str]] = {}
         for name, _ in self.named_parameters():
             block = re.match(r"layers\.\d+\.", name)
-            found.setdefault(block[0] if block else name, []).append(name)
-        return list(found.values())
+            names_by_group.setdefault(block[0] if block else name, []).append(name)
+        return list(names_by_group.values())
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Converts one or more whole groups to tensors of a checkpoint of transformers, with its names; also on meta.

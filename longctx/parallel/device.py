@@ -16,19 +16,19 @@ EXACT_PINNED = "pinned_max_round_threshold_mb"
 """Setting of torch's allocator: larger pinned buffers are not rounded up to powers of two."""
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """Returns the device for `wanted`: cpu, cuda, or auto (this node's GPU `local_rank` if torch sees GPUs, else the CPU)."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def choose_device(setting: str, local_rank: int) -> torch.device:
+    """Returns the device for `setting`: cpu, cuda, or auto (this node's GPU `local_rank` if torch sees GPUs, else the CPU)."""
+    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
 
 
-def prepare_device(wanted: str, launch: Launch) -> torch.device:
-    """Returns the device of this process for `wanted` (see `choose_device`), current and ready to allocate memory.
+def prepare_device(setting: str, launch: Launch) -> torch.device:
+    """Returns the device of this process for `setting` (see `choose_device`), current and ready to allocate memory.
 
     Raises UserError if this node has fewer GPUs than processes.
     """
-    device = choose_device(wanted, launch.local_rank)
+    device = choose_device(setting, launch.local_rank)
     prepare_allocator(device)
     check_device(device, launch.local_world_size)
     if device.type == "cuda":

@@ -19,9 +19,10 @@ LEAST_CAPABILITY = (8, 9)
 
 def check_float8(device: torch.device) -> None:
     """Raises UserError if a GPU has no float8 matrix products. They are emulated on a CPU."""
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        major, minor = capability
         raise UserError(
-            f"train.float8 is set, but {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, and "
+            f"train.float8 is set, but {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
             "float8 matrix products need 8.9 (Ada, Hopper) or higher: omit train.float8"
         )
 

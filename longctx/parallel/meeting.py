@@ -76,16 +76,16 @@ def meet_all(launch: Launch, timeout_s: float) -> Store:
         server = TCPStore(host, int(port), launch.world_size, listens, timeout, wait_for_workers=False, multi_tenant=True)
         store, hosts = meet(server, launch.rank, launch.world_size, socket.gethostname(), timeout_s)
     except (dist.DistError, ValueError) as error:
-        said, listener = str(error).splitlines()[0].rstrip("."), "it" if listens else "rank 0 or torchrun"
+        reason, listener = str(error).splitlines()[0].rstrip("."), "it" if listens else "rank 0 or torchrun"
         raise UserError(
             f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at {host}:{port}, where {listener} should "
-            f"listen: {said}. See the output of rank 0, and check the address"
+            f"listen: {reason}. See the output of rank 0, and check the address"
         ) from error
     missing = [rank for rank, host in enumerate(hosts) if host is None]
     if missing:
-        there = ", ".join(dict.fromkeys(name for name in hosts if name))
+        known = ", ".join(dict.fromkeys(name for name in hosts if name))
         raise UserError(
             f"{format_ranks(missing)} of {launch.world_size} did not join at {host}:{port} within {timeout_s:g} s; the others "
-            f"are on {there}. Look at the output of those that are missing, or raise train.timeout_s if they are slow to start"
+            f"are on {known}. Look at the output of those that are missing, or raise train.timeout_s if they are slow to start"
         )
     return store

@@ -138,14 +138,11 @@ def join(
     launch: Launch,
     device: torch.device,
     *,
-    tensor: int = 1,
-    pipeline: int = 1,
-    shard_ranks: int | None = None,
-    expert: int | None = None,
     timeout_s: float = 600.0,
     check: Callable[[dist.ProcessGroup], None] | None = None,
+    **sizes: Any,
 ) -> Mesh:
-    """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`.
+    """Joins the processes that torchrun started (or runs alone) and makes the groups of these sizes, as `make_groups` does.
 
     On GPUs all groups but `control` have only NCCL: gloo connects every pair of ranks of every group, which takes minutes at
     hundreds of ranks.
@@ -154,7 +151,6 @@ def join(
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks, "expert": expert}
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
@@ -264,9 +260,9 @@ def _my_group(rows: torch.Tensor, timeout: timedelta, options: Any = None) -> di
 
     All ranks must call it with the same rows: every rank makes every group, in the same order.
     """
-    own = None
+    mine = None
     for members in rows.tolist():
         group = dist.new_group(members, timeout=timeout, pg_options=options)
         if dist.get_rank() in members:
-            own = group
-    return own
+            mine = group
+    return mine

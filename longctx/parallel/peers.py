@@ -81,29 +81,29 @@ class Peers:
 
         None if the store does not answer.
         """
-        own = self.where()
+        position = self.where()
         self.close()
-        found: list[dict[int, Sign]] = []
+        looks: list[dict[int, Sign]] = []
 
         def ask() -> None:
             with suppress(RuntimeError):  # the store is gone
-                self._put(own, shortened(error, LONGEST), self._store.add("ends", 1))
+                self._put(position, shortened(error, LONGEST), self._store.add("ends", 1))
                 for seconds in (0.0, look_s):
                     time.sleep(seconds)
-                    found.append(self._read(range(self._ranks)))
+                    looks.append(self._read(range(self._ranks)))
 
         if not self._thread.is_alive():  # a store on a stopped host never answers
             asking = threading.Thread(target=ask, daemon=True)
             asking.start()
             asking.join(ANSWER_S + look_s)
-        return (found[0], found[1]) if len(found) == 2 else None
+        return (looks[0], looks[1]) if len(looks) == 2 else None
 
     def report(self, error: str) -> str:
         """Returns what is known of the others as this process ends by `error`: who has fallen silent, or who ended first."""
-        found = self.end(error, look_s=2.5 * self._interval_s)
-        if found is None:
+        looks = self.end(error, look_s=2.5 * self._interval_s)
+        if looks is None:
             return "the store of the run does not answer: rank 0, or torchrun where it runs, has ended, or this host is cut off"
-        before, after = found
+        before, after = looks
         alive = {rank for rank, sign in after.items() if sign.place or sign != before.get(rank)}
         if silent := sorted({*range(self._ranks)} - alive):
             return self._silent_said(after, silent)
@@ -118,9 +118,9 @@ class Peers:
         watched = range(self._ranks) if self._rank == 0 else [0]
         seen: dict[int, tuple[Sign | None, float]] = {rank: (None, time.monotonic()) for rank in watched}
         told: set[int] = set()
-        own, since = self.where(), time.monotonic()
+        latest, since = self.where(), time.monotonic()
         try:
-            self._put(own)
+            self._put(latest)
             while not self._closing.wait(self._interval_s):
                 self._answered = time.monotonic()
                 position, now = self.where(), time.monotonic()
@@ -136,8 +136,8 @@ class Peers:
                 if silent - told:
                     self._print(self._silent_said(self._read(silent), sorted(silent)))
                 told = silent
-                if position != own or self.position is None:
-                    own, since = position, now
+                if position != latest or self.position is None:
+                    latest, since = position, now
                 elif now - since > STUCK_SHARE * self._timeout_s:
                     since = now
                     self._print(
@@ -153,10 +153,10 @@ class Peers:
     def _silent_said(self, signs: dict[int, Sign], silent: Sequence[int]) -> str:
         known = {rank: signs[rank] for rank in silent if rank in signs}
         unknown = [rank for rank in silent if rank not in signs]
-        there = [f"last in {_grouped(known)}"] * bool(known) + [f"{format_ranks(unknown)} never gave one"] * bool(unknown)
+        parts = [f"last in {_grouped(known)}"] * bool(known) + [f"{format_ranks(unknown)} never gave one"] * bool(unknown)
         return (
             f"{format_ranks(silent)} {'gives' if len(silent) == 1 else 'give'} no sign of life: killed, stopped or cut off; "
-            + "; ".join(there)
+            + "; ".join(parts)
         )
 
     def _put(self, position: str, error: str = "", place: int = 0) -> None:
@@ -180,5 +180,5 @@ def _grouped(signs: dict[int, Sign]) -> str:
     places: dict[tuple[str, str], list[int]] = {}
     for rank, sign in sorted(signs.items()):
         places.setdefault((sign.position, sign.host), []).append(rank)
-    said = "; ".join(f"{format_ranks(ranks)} on {host} in {where}" for (where, host), ranks in places.items())
-    return shortened(said, LONGEST)
+    text = "; ".join(f"{format_ranks(ranks)} on {host} in {where}" for (where, host), ranks in places.items())
+    return shortened(text, LONGEST)

@@ -101,10 +101,10 @@ class Stage(nn.Module):
 
         The first stage ignores `hidden`.
         """
-        given = self.inputs(self.micro_batch)
-        x = self.embed(given.tokens, given.positions) if self.is_first else hidden[: len(given.tokens) // self.tensor_ranks]
-        head = given.head if self.is_last else None
-        out = self.run(self.layers, x, given.positions, given.attention, head, given.documents)
+        mine = self.inputs(self.micro_batch)
+        x = self.embed(mine.tokens, mine.positions) if self.is_first else hidden[: len(mine.tokens) // self.tensor_ranks]
+        head = mine.head if self.is_last else None
+        out = self.run(self.layers, x, mine.positions, mine.attention, head, mine.documents)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
 
 
@@ -170,8 +170,8 @@ class PipelineRun:
         if self.last is None:
             return "before the first stage"
         micro_batch, stage, name = self.last
-        given = self.inputs.get(micro_batch)
-        attention = "" if given is None else f", attention last in {given.attention.last}"
+        running = self.inputs.get(micro_batch)
+        attention = "" if running is None else f", attention last in {running.attention.last}"
         return f"micro-batch {micro_batch}, stage {stage}, {name}{attention}"
 
     def forward_backward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> torch.Tensor:
@@ -212,10 +212,10 @@ class PipelineRun:
         not receive next; with stages in the outer loop, two ranks of several chunks would wait for each other on NCCL. No
         more than two outputs are kept until they are sent.
         """
-        given = [inputs(number) for number in range(micro_batches)]
+        every_input = [inputs(number) for number in range(micro_batches)]
         for stage in self.stages:
-            stage.inputs = given.__getitem__
-        found = [torch.zeros(len(one.tokens), device=self.mesh.device) for one in given]
+            stage.inputs = every_input.__getitem__
+        scores = [torch.zeros(len(one.tokens), device=self.mesh.device) for one in every_input]
         place, ranks = self.mesh.pipeline_rank, self.pipeline.ranks
         before, after = (dist.get_global_rank(self.group, (place + step) % ranks) for step in (-1, 1))
         sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
@@ -234,11 +234,11 @@ class PipelineRun:
             wait_for_sent(1)
             out = stage(hidden)
             if stage.is_last:
-                found[number] = out
+                scores[number] = out
             else:
                 sent.append((dist.isend(out, after, group=self.group), out))
         wait_for_sent(0)
-        return found
+        return scores
 
     def hidden(self, device: torch.device) -> torch.Tensor:
         """Returns an empty buffer for the hidden states of a micro-batch, or their gradients, between stages."""

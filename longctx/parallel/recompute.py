@@ -68,9 +68,9 @@ def _recomputed(forward: Callable[..., torch.Tensor], mode: str) -> Callable[...
     contexts: dict[str, Any] = {} if mode == "full" else {"context_fn": partial(_contexts, mode)}
 
     def recomputed(
-        *given: Any, **named: Any
+        *arguments: Any, **named: Any
     ) -> torch.Tensor:  # a function, as torch.compile skips the frame of a partial of `checkpoint`
-        out: torch.Tensor = checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **contexts, **named)
+        out: torch.Tensor = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **contexts, **named)
         return out
 
     return recomputed
@@ -83,14 +83,14 @@ def _contexts(mode: str) -> Any:
     since_attention: dict[bool, int] = {}
     """Matrix products since attention, counted separately for recomputation, as torch < 2.13 calls the policy there too."""
 
-    def keeps(recomputing: bool, operator: Any, given: tuple[Any, ...]) -> bool:
+    def keeps(recomputing: bool, operator: Any, arguments: tuple[Any, ...]) -> bool:
         if operator in OPERATORS:
             if operator is not BEGIN:  # which comes before the queries are computed
                 since_attention[recomputing] = 0
             return True
         if operator not in PRODUCTS:
             return False
-        left, right = [each for each in given if isinstance(each, torch.Tensor) and each.dim() > 1][:2]
+        left, right = [each for each in arguments if isinstance(each, torch.Tensor) and each.dim() > 1][:2]
         if left.shape[-1] * NARROW < right.shape[-1]:
             return False
         count = since_attention.get(recomputing)
@@ -99,8 +99,8 @@ def _contexts(mode: str) -> Any:
         since_attention[recomputing] = count + 1
         return mode == "norms" or count == 0  # the first product after attention is its output matrix, others are the MLP
 
-    def policy(context: Any, operator: Any, *given: Any, **named: Any) -> CheckpointPolicy:
-        kept = keeps(context.is_recompute, operator, given)
+    def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+        kept = keeps(context.is_recompute, operator, arguments)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -112,10 +112,10 @@ def unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
     Needed for modules inside a block that FSDP shards on their own: it gathers weights in forward, but earlier in backward.
     """
 
-    def hidden(*given: Any, **named: Any) -> Any:
+    def hidden(*arguments: Any, **named: Any) -> Any:
         seen = isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
         with _pop_mode_temporarily() if seen else nullcontext():
-            return hook(*given, **named)
+            return hook(*arguments, **named)
 
     return hidden
 

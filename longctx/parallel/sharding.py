@@ -46,9 +46,9 @@ def shard(
             for layer in sparse_layers(block):
                 shard_experts(layer, experts, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
         fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
-        whole, *apart = sharded_modules(block)
-        if apart:
-            whole.set_modules_to_forward_prefetch(apart)  # else only once tokens have travelled
+        whole, *parts = sharded_modules(block)
+        if parts:
+            whole.set_modules_to_forward_prefetch(parts)  # else only once tokens have travelled
     for root in [model] if stages is None else stages:
         fully_shard(root, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
         for module in sharded_modules(root):

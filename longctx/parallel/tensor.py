@@ -81,8 +81,8 @@ def _own_rows(embedding: nn.Embedding, tokens: DTensor) -> DTensor:
     assert isinstance(weight, DTensor)
     local = weight.to_local()
     entries = tokens.to_local() - first_entry(weight)
-    here = (entries >= 0) & (entries < len(local))
-    rows = rows_of(local, entries.where(here, 0)).where(here.unsqueeze(-1), 0)
+    held = (entries >= 0) & (entries < len(local))
+    rows = rows_of(local, entries.where(held, 0)).where(held.unsqueeze(-1), 0)
     return DTensor.from_local(rows, weight.device_mesh, [Partial()], run_check=False)
 
 

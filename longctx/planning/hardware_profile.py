@@ -3,7 +3,9 @@
 import itertools
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +142,19 @@ def read_profile(name_or_path: str | Path) -> tuple[Path, dict[str, Any]]:
         names = ", ".join(shipped_profiles())
         raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")
     try:
-        values = parse(read_text(path))
+        values = deepcopy(_parsed(read_text(path)))
     except YamlError as error:
         raise ProfileError(f"{path} is not valid YAML or JSON: {error}") from error
     if not isinstance(values, dict):
         held = "is empty" if values is None else f"contains a {type(values).__name__}"
         raise ProfileError(f"{path} {held}: must be a mapping of constants, as in `linear_s_per_token: 8.9e-5`")
     return path, values
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: str) -> Any:
+    """The value of a profile's text, which estimates of many settings read again and again."""
+    return parse(text)
 
 
 def shipped_profiles() -> list[str]:

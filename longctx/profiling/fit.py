@@ -89,8 +89,8 @@ def fit_attention(times: Sequence[AttentionTime]) -> AttentionFit:
 
     def residual(chosen: Sequence[AttentionTime], penalty: float) -> float:
         lengths, degrees = (np.array([getattr(time, name) for time in chosen], float) for name in ("length", "degree"))
-        found = efficiency(efficiencies, equivalent_length(lengths, degrees, penalty)).tolist()
-        modelled = [s_per_token2 * time.pairs / share for time, share in zip(chosen, found, strict=True)]
+        fitted = efficiency(efficiencies, equivalent_length(lengths, degrees, penalty)).tolist()
+        modelled = [s_per_token2 * time.pairs / share for time, share in zip(chosen, fitted, strict=True)]
         return _residual(modelled, [time.seconds for time in chosen])
 
     split = [time for time in times if time.degree > 1]

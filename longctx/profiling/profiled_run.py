@@ -46,8 +46,7 @@ class ProfiledRun:
 
     def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float, profile: HardwareProfile) -> None:
         """Builds the trainer. `profile` gives the number of ranks per node."""
-        context = config.context.model_copy(update={"ulysses_degree": 1})
-        self.config, self.mesh, self.longest_s = config.model_copy(update={"context": context}), mesh, longest_s
+        self.config, self.mesh, self.longest_s = config.changed({"context.ulysses_degree": 1}), mesh, longest_s
         self.spec, self.layer = shape.spec, replace(shape.spec.largest_layer, window=None)
         self.positions = shape.max_position_embeddings if shape.learned_positions else None
         self.trainer = Trainer.build(self.config, mesh, NewDecoder(shape))
@@ -55,7 +54,7 @@ class ProfiledRun:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.forwards = 2 if config.train.recompute == "full" else 1
         """Number of attention forward passes per step."""
-        self.fetches = self.forwards + (0 if context.keep_kv else 1)
+        self.fetches = self.forwards + (0 if config.context.keep_kv else 1)
         """Number of exchanges of K and V per step; one more exchange returns their gradients."""
         self.heads = self.layer.num_attention_heads // mesh.tensor.size()
         self.kv_heads = self.layer.num_key_value_heads // mesh.tensor.size()

@@ -31,10 +31,10 @@ class RanksDiffer(UserError):
     """Raised on all ranks if settings, data, checkpoint or versions differ between ranks."""
 
 
-def identity(config: Config, fingerprints: Iterable[str], found: Checkpoint | None) -> dict[str, str]:
+def identity(config: Config, fingerprints: Iterable[str], saved: Checkpoint | None) -> dict[str, str]:
     """Returns what must be the same on all ranks, by name; the run folder may differ.
 
-    `fingerprints` are those of the stores for training, `found` is the checkpoint to continue from.
+    `fingerprints` are those of the stores for training, `saved` is the checkpoint to continue from.
     """
     settings: dict[str, str] = {}
     for section, content in config.model_dump(mode="json").items():
@@ -44,7 +44,7 @@ def identity(config: Config, fingerprints: Iterable[str], found: Checkpoint | No
     return {
         **settings,
         "fingerprint of the data": ", ".join(fingerprints),
-        "checkpoint": "none" if found is None else f"step {found.step}",
+        "checkpoint": "none" if saved is None else f"step {saved.step}",
         "version of longctx": longctx.__version__,
         "version of torch": torch.__version__,
         "version of numpy": np.__version__,
@@ -86,12 +86,12 @@ def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> 
                 copies.setdefault(weight.device_mesh.get_group(axis), {})[name] = _checksum(weight.to_local())
     differences: dict[str, list[int]] = {}  # weight -> ranks whose copies differ
     for group, checksums in copies.items():
-        own = torch.stack([*checksums.values()])
+        local = torch.stack([*checksums.values()])
         if dist.get_backend(group) == "nccl":
-            own = own.cuda()  # weights may be in host memory
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, own, group=group)
-        different = (torch.stack(every) != own).any(0).tolist()
+            local = local.cuda()  # weights may be in host memory
+        every = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, local, group=group)
+        different = (torch.stack(every) != local).any(0).tolist()
         ranks = dist.get_process_group_ranks(group)
         differences |= {name: ranks for name, differs in zip(checksums, different, strict=True) if differs}
     gathered = gather_objects(differences, control)  # so that all ranks raise together

@@ -72,8 +72,6 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
                 "omit it, or set model.implementation to native where the family has it"
             )
         convert_to_float8(model, train.float8, mesh.device, FLOAT8_ROWS)
-    if config.fuses(mesh.device.type, source.spec):
-        _fuse(model, config, mesh.device)
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
@@ -103,17 +101,6 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         return model, None
     assert isinstance(model, StagedModel)
     return model, PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
-
-
-def _fuse(model: Model, config: Config, device: torch.device) -> None:
-    """Fuses operations of the native decoder. Raises UserError for other models and devices if `train.fused` is set."""
-    if isinstance(model, Decoder):
-        from longctx.model.fused import check_device, fuse
-
-        check_device(device)
-        fuse(model)
-    elif config.train.fused:
-        raise UserError("train.fused is set, but transformers' own code runs this model: set train.compile instead")
 
 
 def limit_rows(model: Model, config: Config) -> None:
@@ -182,8 +169,8 @@ def make_attention(
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
     """Returns the Ulysses degree of a micro-batch, from the settings or by the cost model."""
-    wanted, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
-    if wanted != "auto":
-        return wanted
+    degree, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
+    if degree != "auto":
+        return degree
     layer = spec.largest_layer
     return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)

@@ -61,8 +61,8 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
 
 def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:
     entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
-    own = _own_tokenizer(source.files.folder) if source.files is not None else None
-    if own is not None and not same_tokens(own, store.tokenizer.text):
+    theirs = _own_tokenizer(source.files.folder) if source.files is not None else None
+    if theirs is not None and not same_tokens(theirs, store.tokenizer.text):
         raise UserError(
             f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with the tokenizer of the "
             f"checkpoint (longctx prepare --tokenizer {shell(name)})"

@@ -73,11 +73,11 @@ def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint |
     if config.data.max_length is not None or resume_from is None:
         return config.max_length(world_size)
     previous = int(resume_from.state["data"]["max_length"])
-    wanted = min(previous, longest or previous)
-    if wanted > capacity:
+    needed = min(previous, longest or previous)
+    if needed > capacity:
         count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
-        least = _budget_for(config, wanted, world_size)
-        way_out = f"set it to {least}" if least else f"give context.bins an entry of {wanted} tokens or more"
+        least = _budget_for(config, needed, world_size)
+        way_out = f"set it to {least}" if least else f"give context.bins an entry of {needed} tokens or more"
         raise ConfigError(
             f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {count} with "
             f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: {way_out}, or start more "
@@ -90,8 +90,7 @@ def _budget_for(config: Config, length: int, world_size: int) -> int | None:
     """Returns the least batch.tokens_per_rank at which a document of `length` tokens fits; None if it never does."""
 
     def holds(tokens: int) -> bool:
-        batch = config.batch.model_copy(update={"tokens_per_rank": tokens})
-        return config.model_copy(update={"batch": batch}).capacity(world_size) >= length
+        return config.changed({"batch.tokens_per_rank": tokens}).capacity(world_size) >= length
 
     step = padding(config)
     budgets = range(0, length + step, step)

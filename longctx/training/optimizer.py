@@ -10,9 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from longctx.config.settings import OptimizerSection
 
-MOMENTS = 2
-"""Numbers that the optimizer keeps for every trained parameter, in float32."""
-
 
 def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
     """Makes AdamW over all trained parameters, without weight decay for norms (one-dimensional). Fused on CUDA."""
@@ -28,6 +25,11 @@ def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.d
     return torch.optim.AdamW(
         decayed, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
     )
+
+
+def state_bytes(settings: OptimizerSection) -> int:
+    """Returns the bytes of optimizer state for every trained parameter: AdamW's two moments, in float32."""
+    return 2 * torch.float32.itemsize
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:

@@ -69,8 +69,8 @@ class Reference:
         The pieces must be whole documents. The sums are kept as `name` in the run folder; with `store_may_change`, those of
         another store are replaced. Collective. Raises ReferenceError.
         """
-        wanted = np.zeros(len(store), np.bool_)
-        wanted[[piece.document for piece in pieces]] = True
+        needed = np.zeros(len(store), np.bool_)
+        needed[[piece.document for piece in pieces]] = True
         path, mesh = self.config.train.run_dir / name, self.mesh
         about = {
             "store": store.fingerprint,
@@ -83,7 +83,7 @@ class Reference:
         sums = np.full(len(store), np.nan)
         if kept is not None:
             same_store = kept[0]["store"] == about["store"]
-            complete = same_store and not np.isnan(kept[1][wanted]).any()
+            complete = same_store and not np.isnan(kept[1][needed]).any()
             problems = self._differences(kept[0], about, weights=not (self.resumes and complete))
             if not same_store and not store_may_change:
                 problems.append("it was computed for another store: use the store that the run started with")
@@ -93,11 +93,11 @@ class Reference:
                 )
             if same_store and not problems:
                 sums = kept[1]
-        missing = np.flatnonzero(wanted & np.isnan(sums)).tolist()
+        missing = np.flatnonzero(needed & np.isnan(sums)).tolist()
         if missing:
             self._compute(store, missing, sums, path, about)
         elif mesh.world_rank == 0:
-            print(f"reference log-probabilities of all {int(wanted.sum()) // 2:,} pairs read from {path}", flush=True)
+            print(f"reference log-probabilities of all {int(needed.sum()) // 2:,} pairs read from {path}", flush=True)
         return torch.from_numpy(sums)
 
     def _compute(
@@ -107,30 +107,30 @@ class Reference:
         pieces = tuple(Piece(document, 0, int(store.lengths[document])) for document in missing)
         longest = max(piece.length for piece in pieces)
         documents = Documents(store, pieces, self.config.batch.global_tokens, padding(self.config), longest, long=0)
-        began = said = written = time.monotonic()
+        began = reported = written = time.monotonic()
         done = 0
         for batch in documents.steps(self.planner, self.mesh):
-            found = document_sums(batch, self.look(batch, log_probabilities), self.mesh)
-            _refuse_non_finite(batch, found)
-            sums[list(batch.store_documents)] = found.numpy()
+            values = document_sums(batch, self.look(batch, log_probabilities), self.mesh)
+            _refuse_non_finite(batch, values)
+            sums[list(batch.store_documents)] = values.numpy()
             done += len(batch.documents)
             now, last = time.monotonic(), done == len(pieces)
-            if self.mesh.world_rank == 0 and (last or now - said > SAID_EVERY_S):
-                said, of = now, len(pieces) // 2
+            if self.mesh.world_rank == 0 and (last or now - reported > SAID_EVERY_S):
+                reported, of = now, len(pieces) // 2
                 print(f"reference log-probabilities: {done // 2:,} of {of:,} pairs, {now - began:.0f} s", flush=True)
             if self.mesh.world_rank == 0 and (last or now - written > KEPT_EVERY_S):
                 written = now
                 _write(path, about, sums)
 
-    def _differences(self, kept: dict[str, Any], here: dict[str, Any], *, weights: bool) -> list[str]:
+    def _differences(self, kept: dict[str, Any], ours: dict[str, Any], *, weights: bool) -> list[str]:
         """Returns the differences between the run of a kept reference and this run, each with its fix.
 
         Weights are compared only if sums are missing; otherwise a run may also resume with its export as the initial model.
         """
         problems = self.model.differences(kept["model"])
-        if kept["dtype"] != here["dtype"]:
-            problems.append(f"train.dtype is {here['dtype']}, but was {kept['dtype']}: set it to {kept['dtype']}")
-        if weights and not problems and not math.isclose(kept["weights"], here["weights"], rel_tol=SAME_WEIGHTS):
+        if kept["dtype"] != ours["dtype"]:
+            problems.append(f"train.dtype is {ours['dtype']}, but was {kept['dtype']}: set it to {kept['dtype']}")
+        if weights and not problems and not math.isclose(kept["weights"], ours["weights"], rel_tol=SAME_WEIGHTS):
             problems.append("the initial weights have changed: restore them (model.from_pretrained)")
         return problems
 

@@ -63,13 +63,15 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
     path, values = read_profile(name_or_path)
     profile = HardwareProfile.from_dict(values, source=str(path))
     section = "describes" if "describes" in values else "measured"
-    said = values.get(section)
+    content = values.get(section)
     if section == "measured":
-        said = {name: said[name] for name in Described.model_fields if name in said} if isinstance(said, dict) else {}
-        if "model" not in said:
+        content = (
+            {name: content[name] for name in Described.model_fields if name in content} if isinstance(content, dict) else {}
+        )
+        if "model" not in content:
             return profile, None
     try:
-        described = Described.model_validate(said)
+        described = Described.model_validate(content)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ProfileError(f"{path}: section `{section}` is invalid: {wrong}") from error
@@ -135,7 +137,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     if described is None:
         profile = profile if node is None else replace(profile, ranks_per_node=max(1, node // tensor))
         return RunProfile(name, profile, (f"profile {name} names no model: used unscaled for this run", *lines))
-    wanted = work_of(
+    work = work_of(
         _with_vocabulary(config.model_source(vocab_size).spec, described),
         config.dtype,
         recompute=config.train.recompute,
@@ -147,9 +149,9 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         expert=config.parallel.expert_parallel_size,
     )
     if config.context.ulysses_degree not in (1, "auto"):
-        wanted = replace(wanted, queries=0.0)  # heads are swapped once the queries are there
-    found = _scaled(name, profile, described, wanted, "this run", node)
-    return replace(found, lines=(*found.lines, *lines, *_doubts(name, described, device, gpu, config.dtype)))
+        work = replace(work, queries=0.0)  # heads are swapped once the queries are there
+    scaled = _scaled(name, profile, described, work, "this run", node)
+    return replace(scaled, lines=(*scaled.lines, *lines, *_doubts(name, described, device, gpu, config.dtype)))
 
 
 def preset_profile(
@@ -165,7 +167,7 @@ def preset_profile(
             f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} has only {len(spec.layers)} "
             "layers: use fewer pipeline ranks or chunks, or another --model"
         )
-    wanted = work_of(
+    work = work_of(
         spec,
         described.dtype,
         recompute=described.recompute,
@@ -177,8 +179,8 @@ def preset_profile(
         expert=described.expert_parallel_size,
     )
     what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
-    found = _scaled(name, profile, described, wanted, what)
-    return found if found.profile == profile else replace(found, name=f"{name}, scaled to {what}")
+    scaled = _scaled(name, profile, described, work, what)
+    return scaled if scaled.profile == profile else replace(scaled, name=f"{name}, scaled to {what}")
 
 
 def default_profile(device: str, gpu: str | None) -> str:
@@ -194,14 +196,14 @@ def _with_vocabulary(spec: ModelSpec, described: Described) -> ModelSpec:
 
 
 def _scaled(
-    name: str, profile: HardwareProfile, described: Described, wanted: RankWork, what: str, node: int | None = None
+    name: str, profile: HardwareProfile, described: Described, work: RankWork, what: str, node: int | None = None
 ) -> RunProfile:
     try:
-        scaled = scale(profile, described.work, wanted, node)
+        scaled = scale(profile, described.work, work, node)
     except ProfileError as error:
         raise ProfileError(f"profile {name}: {error}") from None
-    said = arithmetic_said(profile, scaled, described.work, wanted)
-    done = f"scaled to {what}: {said}" if said else f"used unscaled for {what}"
+    arithmetic = arithmetic_said(profile, scaled, described.work, work)
+    done = f"scaled to {what}: {arithmetic}" if arithmetic else f"used unscaled for {what}"
     return RunProfile(name, scaled, (f"profile {name} ({described}): {done}",))
 
 

@@ -12,12 +12,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from statistics import fmean
 
 import numpy as np
 
 from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.config import Config
+from longctx.config.combinations import ROWS
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
 from longctx.memory.model import Memory, estimate
@@ -100,15 +102,16 @@ def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Seq
             sizes = [size for size in divisors(domain) if size == 1 or (experts and experts % (size * tensor) == 0)]
             choices = itertools.product(_pipelines(ranks, len(spec.layers)), RECOMPUTE, WEIGHTS, held, sizes)
             for pipeline, recompute, (reshard_after, reduce_after), budget, expert in choices:
-                if _runs(pipeline, recompute, reshard_after, reduce_after):
+                if _goes_together(pipeline, recompute, reshard_after, reduce_after):
                     yield Split(tensor, pipeline, domain, recompute, reshard_after, reduce_after, budget, expert)
 
 
-def _runs(pipeline: Pipeline, recompute: str, reshard_after: str, reduce_after: str) -> bool:
-    """Returns True if a pipeline supports these settings: it reduces once per step, and zero-bubble keeps weights gathered."""
-    if pipeline.schedule == "zero-bubble" and (recompute != "none" or reshard_after == "block"):
-        return False
-    return pipeline.ranks == 1 or reduce_after != "micro_batch"
+@cache
+def _goes_together(pipeline: Pipeline, recompute: Recompute, reshard_after: str, reduce_after: str) -> bool:
+    """Returns whether the table of combinations allows a run with these settings."""
+    split = Split(1, pipeline, 1, recompute, reshard_after, reduce_after, tokens_per_rank=1)
+    config = Config().changed(split.settings)
+    return not any(row.problem(config, None) for row in ROWS if row.key in split.settings)
 
 
 def _pipelines(ranks: int, layers: int) -> Iterator[Pipeline]:

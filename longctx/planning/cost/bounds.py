@@ -128,7 +128,7 @@ def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: 
     time = document_bound_ns(profile, length, degrees, tokens_per_rank)
     fits = time < NEVER
     degrees, length, time = degrees[fits], length[fits], time[fits]
-    own = (whole_ring_attention_ns(profile, length, degrees) + profile.linear_s_per_token * NANOSECONDS * length).astype(
+    own_ns = (whole_ring_attention_ns(profile, length, degrees) + profile.linear_s_per_token * NANOSECONDS * length).astype(
         np.int64
     )
 
@@ -138,7 +138,7 @@ def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: 
         result: Integers = np.minimum(nanoseconds, most)
         return result
 
-    in_ring = possible(np.maximum(0, degrees * time - own), np.maximum(0, degrees * tokens_per_rank - length))
+    in_ring = possible(np.maximum(0, degrees * time - own_ns), np.maximum(0, degrees * tokens_per_rank - length))
     beside = possible((ranks - degrees) * time, (ranks - degrees) * tokens_per_rank)
     left = np.maximum(0, int(work[-1]) - in_ring - beside)
     return int((time + left // ranks).min())

@@ -121,16 +121,16 @@ def alone_ns(
 
 
 def gather_ns(
-    profile: HardwareProfile, degrees: Integers, here: Integers, intra_ns: Integers, inter_ns: Integers
+    profile: HardwareProfile, degrees: Integers, inside: Integers, intra_ns: Integers, inter_ns: Integers
 ) -> tuple[Integers, Integers]:
-    """Returns the time of a rank's exchange inside its node and across nodes, with `here` ranks of the ring in its node.
+    """Returns the time of a rank's exchange inside its node and across nodes, with `inside` ranks of the ring in its node.
 
     `intra_ns` and `inter_ns` are the times for one peer. With two exchange levels, the ranks of a node share the rows that come
     from other nodes and pass them on to each other.
     """
     if profile.exchange_levels == 1:
-        return (here - 1) * intra_ns, (degrees - here) * inter_ns
-    return -(-((here - 1) * degrees * intra_ns) // here), -(-((degrees - here) * inter_ns) // here)
+        return (inside - 1) * intra_ns, (degrees - inside) * inter_ns
+    return -(-((inside - 1) * degrees * intra_ns) // inside), -(-((degrees - inside) * inter_ns) // inside)
 
 
 def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
@@ -242,8 +242,8 @@ def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shap
     row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
     intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)
     intra, inter = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for start, end, here in ring_parts(profile, a, rings):
-        inside, across = gather_ns(profile, degree, here, intra_ns, inter_ns)
+    for start, end, mates in ring_parts(profile, a, rings):
+        inside, across = gather_ns(profile, degree, mates, intra_ns, inter_ns)
         intra += spread(inside, row, start, end, shape)
         inter += spread(across, row, start, end, shape)
     in_ring = spread(np.ones_like(first), row, first, first + degree, shape) > 0

@@ -98,8 +98,8 @@ class _ExchangeTimes:
         self.ring_work = attention[rings] * (self.degree - 1) // self.degree
         self.remote = hides * self._on_ring(self.ring_work)
         self.node: Floats = np.zeros(self.shape)
-        for start, stop, here in self.parts:
-            work = np.where(self.two_levels, attention[rings] * (here - 1) // self.degree, 0)
+        for start, stop, inside in self.parts:
+            work = np.where(self.two_levels, attention[rings] * (inside - 1) // self.degree, 0)
             self.node += hides * spread(work, self.row, start, stop, self.shape)
         self.whole = self.messages(np.ones_like(self.degree))
 
@@ -122,11 +122,11 @@ class _ExchangeTimes:
         """Returns the time of the first round's messages of a pass: inside the node, across nodes, and inside from relays."""
         sums = np.zeros((3, *self.shape), dtype=np.int64)
         intra_ns, inter_ns = self.mate_ns
-        for start, stop, here in self.parts:
-            elsewhere = self.degree - here
-            inside = (here - 1) * intra_ns // np.where(self.two_levels, 1, rounds)  # in two levels: all in the first round
-            across = elsewhere * inter_ns // np.where(self.two_levels, here * rounds, rounds)
-            relayed = np.where(self.two_levels, (here - 1) * elsewhere * intra_ns // (here * rounds), 0)
+        for start, stop, mates in self.parts:
+            elsewhere = self.degree - mates
+            inside = (mates - 1) * intra_ns // np.where(self.two_levels, 1, rounds)  # in two levels: all in the first round
+            across = elsewhere * inter_ns // np.where(self.two_levels, mates * rounds, rounds)
+            relayed = np.where(self.two_levels, (mates - 1) * elsewhere * intra_ns // (mates * rounds), 0)
             for total, values in zip(sums, (inside, across, relayed), strict=True):
                 total += spread(values, self.row, start, stop, self.shape)
         inside, across, relayed = sums / PASSES
@@ -149,17 +149,17 @@ class _ExchangeTimes:
         every, last = (
             self.profile.overlap * self._on_ring(np.where(rounds > 1, self.ring_work // parts, 0)) for parts in (1, rounds)
         )
-        own, before_second = self.attention - self.remote, np.where(relayed > 0, self.node, last)
+        own_ns, before_second = self.attention - self.remote, np.where(relayed > 0, self.node, last)
 
         share, queries = FORWARD_ATTENTION, FORWARD_LINEAR * self.queries
         more = np.maximum(second - share * before_second, further - share * (every - last))
-        forward = np.maximum(0, first - share * own - queries) + np.maximum(0, more)
+        forward = np.maximum(0, first - share * own_ns - queries) + np.maximum(0, more)
 
         share, queries = 1 - FORWARD_ATTENTION, (1 - FORWARD_LINEAR) * self.queries
         # Links are idle between the second fetch and the first gradients, and before the last gradients.
         idle = np.where(two_levels, 0, np.maximum(0, share * last - first))
         more = np.maximum(second - share * before_second, 2 * (further + idle) - second - share * every)
-        backward = np.maximum(0, first - share * own) + np.maximum(0, more) + np.maximum(0, first + second - queries)
+        backward = np.maximum(0, first - share * own_ns) + np.maximum(0, more) + np.maximum(0, first + second - queries)
         result: Floats = forward + backward
         return result
 

@@ -18,9 +18,9 @@ from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 
 
 def scale(
-    profile: HardwareProfile, known: RankWork, wanted: RankWork, processes_per_node: int | None = None
+    profile: HardwareProfile, known: RankWork, target: RankWork, processes_per_node: int | None = None
 ) -> HardwareProfile:
-    """Converts a profile of `known` work to `wanted` work. Tensor-parallel ranks must share a node.
+    """Converts a profile of `known` work to `target` work. Tensor-parallel ranks must share a node.
 
     `processes_per_node` replaces the size of the profile's nodes. Tensor-parallel ranks are neighbors, so a node has that many
     ranks of the domain, divided by the tensor-parallel size.
@@ -28,8 +28,8 @@ def scale(
     Raises ProfileError if the messages that are part of the linear time would take longer than all of it.
     """
     node = processes_per_node or profile.ranks_per_node * known.tensor
-    profile = replace(profile, ranks_per_node=max(1, node // wanted.tensor))
-    if known == wanted:
+    profile = replace(profile, ranks_per_node=max(1, node // target.tensor))
+    if known == target:
         return profile
     arithmetic = profile.linear_s_per_token - _messages_s(profile, known, node)
     if arithmetic <= 0:
@@ -38,19 +38,19 @@ def scale(
             f"{known.tensor} alone would take longer, so the profile cannot be scaled: measure one with the settings of the "
             "run (`longctx profile`)"
         )
-    layers = wanted.layers / known.layers
-    linear_s_per_token = arithmetic * (wanted.computed / known.computed) + _messages_s(profile, wanted, node)
-    queries = wanted.queries / known.queries if known.queries else 0.0
+    layers = target.layers / known.layers
+    linear_s_per_token = arithmetic * (target.computed / known.computed) + _messages_s(profile, target, node)
+    queries = target.queries / known.queries if known.queries else 0.0
     return replace(
         profile,
         linear_s_per_token=linear_s_per_token,
         query_share=min(1.0, profile.query_share * queries * (profile.linear_s_per_token / linear_s_per_token)),
-        attention_s_per_token2=profile.attention_s_per_token2 * (wanted.attention / known.attention),
-        kv_bytes_per_token=wanted.kv_bytes,
-        state_bytes=wanted.state_bytes,
+        attention_s_per_token2=profile.attention_s_per_token2 * (target.attention / known.attention),
+        kv_bytes_per_token=target.kv_bytes,
+        state_bytes=target.state_bytes,
         latency_s=profile.latency_s * layers,
         launch_s=profile.launch_s * layers,
-        step_s=profile.step_s * (wanted.weights / known.weights),
+        step_s=profile.step_s * (target.weights / known.weights),
     )
 
 
@@ -69,23 +69,23 @@ def _messages_s(profile: HardwareProfile, work: RankWork, node: int) -> float:
     return in_node + work.pipeline_bytes / pipeline_bytes_per_s + work.expert_bytes * to_experts
 
 
-def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: RankWork, wanted: RankWork) -> str:
+def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: RankWork, target: RankWork) -> str:
     """Describes the constants that `scale` changed, with factor and reason; empty if none changed."""
     changes = (
         (
             "linear",
             scaled.linear_s_per_token / profile.linear_s_per_token,
-            f"{known.computed / 1e6:,.4g}M → {wanted.computed / 1e6:,.4g}M parameters computed per token"
-            + ", plus messages between ranks" * (wanted.tensor_bytes + wanted.pipeline_bytes + wanted.expert_bytes > 0),
+            f"{known.computed / 1e6:,.4g}M → {target.computed / 1e6:,.4g}M parameters computed per token"
+            + ", plus messages between ranks" * (target.tensor_bytes + target.pipeline_bytes + target.expert_bytes > 0),
         ),
         (
             "attention",
-            wanted.attention / known.attention,
-            f"layers × heads × head size {known.attention:,.6g} → {wanted.attention:,.6g}",
+            target.attention / known.attention,
+            f"layers × heads × head size {known.attention:,.6g} → {target.attention:,.6g}",
         ),
-        ("K and V", wanted.kv_bytes / known.kv_bytes, f"{known.kv_bytes:,} → {wanted.kv_bytes:,} bytes per token"),
-        ("latency and launch", wanted.layers / known.layers, f"{known.layers} → {wanted.layers} layers"),
-        ("step", wanted.weights / known.weights, f"{known.weights / 1e6:,.4g}M → {wanted.weights / 1e6:,.4g}M weights"),
+        ("K and V", target.kv_bytes / known.kv_bytes, f"{known.kv_bytes:,} → {target.kv_bytes:,} bytes per token"),
+        ("latency and launch", target.layers / known.layers, f"{known.layers} → {target.layers} layers"),
+        ("step", target.weights / known.weights, f"{known.weights / 1e6:,.4g}M → {target.weights / 1e6:,.4g}M weights"),
         (
             "share of queries",
             scaled.query_share / profile.query_share if profile.query_share else 1.0,

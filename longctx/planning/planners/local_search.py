@@ -46,7 +46,7 @@ def balance(
         best = state.best_exchanges(full, over, EXCHANGED[turn % len(EXCHANGED)])
         gaining = best.pick(_disjoint(best, over))
         state.make(gaining)
-        failed = 0 if len(gaining.given) else failed + 1
+        failed = 0 if len(gaining.leaving) else failed + 1
         if failed == len(EXCHANGED):
             failed, worst = 0, full[over[full].argmax()]
             state.accepted[state.micro_batch[worst]] = state.excess[worst]
@@ -54,12 +54,12 @@ def balance(
 
 
 class _Exchanges(NamedTuple):
-    """Exchanges of document `given` in slot `source` for `taken` (NONE: nothing) in slot `target` (arrays [exchanges]).
+    """Exchanges of document `leaving` in slot `source` for `taken` (NONE: nothing) in slot `target` (arrays [exchanges]).
 
     `time` and `tokens` move from source to target; `after` is the excess of the fuller slot afterwards.
     """
 
-    given: Integers
+    leaving: Integers
     taken: Integers
     source: Integers
     target: Integers
@@ -89,24 +89,24 @@ class _Slots:
         """Returns the best exchange for each document of the `full` slots; it should remove about `share` of their excess."""
         is_full = np.zeros(len(over), dtype=bool)
         is_full[full] = True
-        given = np.flatnonzero(is_full[self.of_document])
-        source = self.of_document[given]
-        taken, target = self._partners(self.time[given] - (share * over[source]).astype(np.int64), over)
-        time = self.time[given][:, None] - self.time[taken]
-        tokens = self.tokens[given][:, None] - self.tokens[taken]
+        leaving = np.flatnonzero(is_full[self.of_document])
+        source = self.of_document[leaving]
+        taken, target = self._partners(self.time[leaving] - (share * over[source]).astype(np.int64), over)
+        time = self.time[leaving][:, None] - self.time[taken]
+        tokens = self.tokens[leaving][:, None] - self.tokens[taken]
         after = np.maximum(over[source][:, None] - time, over[target] + time)
         after[(tokens > self.spare[target]) | (-tokens > self.spare[source][:, None])] = NEVER
-        best = np.arange(len(given)), after.argmin(axis=1)
-        return _Exchanges(given, taken[best], source, target[best], time[best], tokens[best], after[best])
+        best = np.arange(len(leaving)), after.argmin(axis=1)
+        return _Exchanges(leaving, taken[best], source, target[best], time[best], tokens[best], after[best])
 
-    def _partners(self, wanted: Integers, over: Integers) -> tuple[Integers, Integers]:
-        """Returns documents of about the wanted times, plus NONE for the emptiest slots, and their slots.
+    def _partners(self, budget: Integers, over: Integers) -> tuple[Integers, Integers]:
+        """Returns documents of about the times `budget`, plus NONE for the emptiest slots, and their slots.
 
         Both arrays are [documents, partners].
         """
         emptiest = _greatest(-over, EMPTIEST)[:EMPTIEST]
-        place = np.searchsorted(self.sorted_time, wanted)[:, None] + (np.arange(NEAREST) - NEAREST // 2)
-        taken = np.full((len(wanted), NEAREST + len(emptiest)), NONE, dtype=np.int64)
+        place = np.searchsorted(self.sorted_time, budget)[:, None] + (np.arange(NEAREST) - NEAREST // 2)
+        taken = np.full((len(budget), NEAREST + len(emptiest)), NONE, dtype=np.int64)
         taken[:, :NEAREST] = self.by_time[np.minimum(np.maximum(place, 0), len(self.by_time) - 1)]
         target = np.empty_like(taken)
         target[:, :NEAREST] = self.of_document[taken[:, :NEAREST]]
@@ -115,8 +115,8 @@ class _Slots:
 
     def make(self, exchanges: _Exchanges) -> None:
         """Applies exchanges, no two of which may share a slot."""
-        given, taken, source, target, time, tokens, _ = exchanges
-        self.of_document[given] = target
+        leaving, taken, source, target, time, tokens, _ = exchanges
+        self.of_document[leaving] = target
         self.of_document[taken[taken != NONE]] = source[taken != NONE]
         self.excess[source] -= time
         self.excess[target] += time

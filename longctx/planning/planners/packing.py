@@ -163,11 +163,11 @@ def fill(rings: PlacedRings) -> Assignment | None:
     """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
     rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
     rest = rest[np.argsort(-rings.time[rest], kind="stable")]
-    found = emptiest_first(rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest])
-    if found is None:
+    chosen = emptiest_first(rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest])
+    if chosen is None:
         return None
     slots = rings.micro_batch * ranks + rings.first_rank
-    slots[rest] = found
+    slots[rest] = chosen
     return _with_slots(rings, slots, ranks)
 
 

@@ -118,8 +118,10 @@ def _best_in_pipeline(mode: str, step: Step) -> Candidate:
         return next(searches[-1])
 
     quick = _by_budget(begin, step)
-    limit = CLOSE * min(found.makespan_ns for found in quick)
-    best = fastest(*([found, *rest][-1] for found, rest in zip(quick, searches, strict=True) if found.makespan_ns <= limit))
+    limit = CLOSE * min(candidate.makespan_ns for candidate in quick)
+    best = fastest(
+        *([candidate, *rest][-1] for candidate, rest in zip(quick, searches, strict=True) if candidate.makespan_ns <= limit)
+    )
     for smaller in _budgets(step):
         best = or_by_other_modes(smaller, best)
     return best

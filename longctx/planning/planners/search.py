@@ -61,9 +61,9 @@ def finer_and_finer(step: Step, settings: SearchSettings = DEFAULT) -> Iterator[
         if best is not None and effort > settings.most:
             break
         assignment, makespan = search_in_blocks(blocks, settings)
-        found = step.candidate("search", assignment)
-        quickest = min(quickest, found.makespan_ns)
-        best = found if best is None or found.makespan_ns <= (1 + settings.finer) * quickest else best
+        candidate = step.candidate("search", assignment)
+        quickest = min(quickest, candidate.makespan_ns)
+        best = candidate if best is None or candidate.makespan_ns <= (1 + settings.finer) * quickest else best
         yield best
         if makespan <= (1 + max(gap for least, gap in settings.enough if effort >= least)) * bound:
             break
@@ -150,7 +150,7 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
     step, launch_ns = table.step, nanoseconds(table.step.profile.launch_s)
     documents = table.time, table.tokens, table.degrees
     graph = LimitGraph.of(*documents, step.ranks, step.tokens_per_rank, table.short_ns_per_token, launch_ns)
-    found: list[tuple[int, PlacedRings]] = []
+    plans: list[tuple[int, PlacedRings]] = []
     seen = set()
     for index, number in map(graph.shortest_path, table.settings.prices):
         if (key := (index.tobytes(), number.tobytes())) in seen:
@@ -161,8 +161,8 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
             start, stop = np.zeros_like(step.lengths), np.full_like(step.lengths, micro_batches)
             start[table.long], stop[table.long] = number, number + 1
             if rings := place_rings(step, table.split(index), micro_batches, start, stop, dense=dense):
-                found.append((rings.estimate_ns + micro_batches * launch_ns, rings))
-    return _filled([rings for _, rings in sorted(found, key=lambda each: each[0])], table.settings.filled)
+                plans.append((rings.estimate_ns + micro_batches * launch_ns, rings))
+    return _filled([rings for _, rings in sorted(plans, key=lambda each: each[0])], table.settings.filled)
 
 
 def _filled(placements: Sequence[PlacedRings], count: int) -> list[Filled]:

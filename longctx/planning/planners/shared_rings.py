@@ -36,8 +36,8 @@ def shared_rings(step: Step, even_ns: int) -> PlacedRings | None:
     low, high, best = even_ns, 2 * even_ns, None
     while high - low > max(1, even_ns // PRECISION):
         limit = (low + high) // 2
-        found = place_within(limit, choices, widths.tolist(), step.ranks, step.tokens_per_rank)
-        low, high, best = (limit, high, best) if found is None else (low, limit, found)
+        placed = place_within(limit, choices, widths.tolist(), step.ranks, step.tokens_per_rank)
+        low, high, best = (limit, high, best) if placed is None else (low, limit, placed)
     if best is None:
         return None
     which, group = np.empty((2, len(order)), dtype=np.int64)

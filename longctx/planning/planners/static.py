@@ -47,8 +47,8 @@ def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | N
         limit = best.makespan_ns if best else below
         if bound >= limit:
             break
-        if (found := pack_static(step, degree, below=limit)) is not None:
-            best = fastest(best, found)
+        if (candidate := pack_static(step, degree, below=limit)) is not None:
+            best = fastest(best, candidate)
     return best
 
 
@@ -79,8 +79,8 @@ def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
     plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
-    found = [step.candidate_below(below, f"static:{degree}", plan) for plan in plans]
-    return fastest(*found) if any(found) else None
+    scored = [step.candidate_below(below, f"static:{degree}", plan) for plan in plans]
+    return fastest(*scored) if any(scored) else None
 
 
 def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
@@ -130,10 +130,10 @@ def _emptiest_first(weights: Integers, capacity: int, groups: int) -> Integers |
     """Packs documents, longest first, into the group with the fewest tokens; returns None if one does not fit."""
     order = np.argsort(-weights, kind="stable")
     tokens, group = np.zeros(groups, dtype=np.int64), np.zeros_like(weights)
-    found = emptiest_first(tokens, tokens + capacity, weights[order], weights[order])
-    if found is None:
+    packs = emptiest_first(tokens, tokens + capacity, weights[order], weights[order])
+    if packs is None:
         return None
-    group[order] = found
+    group[order] = packs
     return group
 
 

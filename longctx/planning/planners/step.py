@@ -117,4 +117,4 @@ class Candidate(NamedTuple):
 
 def fastest(*candidates: Candidate | None) -> Candidate:
     """Returns the candidate with the smallest makespan, the first of equals. At least one must not be None."""
-    return min((found for found in candidates if found is not None), key=lambda found: found.makespan_ns)
+    return min((candidate for candidate in candidates if candidate is not None), key=lambda candidate: candidate.makespan_ns)

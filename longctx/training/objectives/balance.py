@@ -60,10 +60,10 @@ class Balance:
         lengths = [plan.lengths[document] for document in known]
         of_shards = [known[shard.document] for shard in layout.shards]
         rows = np.repeat([*of_shards, len(known)], [*(shard.tokens for shard in layout.shards), tokens - layout.tokens])
-        own = torch.from_numpy(rows.astype(np.int64)).tensor_split(tensor)[self.mesh.tensor.get_local_rank()]
+        share = torch.from_numpy(rows.astype(np.int64)).tensor_split(tensor)[self.mesh.tensor.get_local_rank()]
         of_documents = torch.tensor(lengths, dtype=torch.float32)
         device = self.mesh.device
-        return RowDocuments(copy_to(own, device), copy_to(of_documents, device), len(split), sum(plan.lengths))
+        return RowDocuments(copy_to(share, device), copy_to(of_documents, device), len(split), sum(plan.lengths))
 
     @torch.no_grad()
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +89,8 @@ class Balance:
         wide = self.counts.double()
         imbalance = wide.amax(1) / wide.mean(1).clamp(min=1)
         unused = (self.counts == 0).double().mean(1)
-        found = torch.stack([imbalance.sum(), unused.sum(), *losses.sum(0)]).tolist()
-        return dict(zip(STATISTICS, [float(len(self.routers)), *found], strict=True))
+        totals = torch.stack([imbalance.sum(), unused.sum(), *losses.sum(0)]).tolist()
+        return dict(zip(STATISTICS, [float(len(self.routers)), *totals], strict=True))
 
     def move_biases(self) -> None:
         """Moves the biases by the counts of the step that has ended: part of its update."""

@@ -45,7 +45,7 @@ def _gradient(
     logits: torch.Tensor,
     log_total: torch.Tensor,
     targets: torch.Tensor,
-    here: torch.Tensor,
+    is_own: torch.Tensor,
     counts: torch.Tensor,
     divisor: torch.Tensor,
     softcap: float,
@@ -55,9 +55,9 @@ def _gradient(
     gradient = (scores - log_total.unsqueeze(-1)).exp_()
     if torch.compiler.is_compiling():  # can be fused with the other operations, unlike a scatter
         entries = torch.arange(logits.shape[1], device=logits.device)
-        gradient = torch.where(here & (entries == targets), gradient - 1, gradient)
+        gradient = torch.where(is_own & (entries == targets), gradient - 1, gradient)
     else:
-        gradient.scatter_add_(1, targets, -here.to(gradient.dtype))
+        gradient.scatter_add_(1, targets, -is_own.to(gradient.dtype))
     gradient = gradient.where(counts.unsqueeze(-1) != 0, 0).mul_(counts.unsqueeze(-1))
     if softcap:
         gradient.mul_(1 - (scores / softcap).square())
@@ -69,14 +69,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _run(function: Callable[..., Any], compiled: bool, *given: Any) -> Any:
+def _run(function: Callable[..., Any], compiled: bool, *arguments: Any) -> Any:
     """Calls a function of one chunk, compiled for any number of rows if that is wanted; torch treats 0 and 1 as constants."""
-    if not compiled or len(given[0]) < 2:
-        return function(*given)
-    for each in given:
+    if not compiled or len(arguments[0]) < 2:
+        return function(*arguments)
+    for each in arguments:
         if isinstance(each, torch.Tensor) and each.dim():
             torch._dynamo.maybe_mark_dynamic(each, 0)
-    return _compiled(function)(*given)
+    return _compiled(function)(*arguments)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _Chunk:
     log_total: torch.Tensor
     target_logits: torch.Tensor
     targets: torch.Tensor
-    here: torch.Tensor
+    is_own: torch.Tensor
     """bool [rows, 1]: True where the target is one of this rank's entries."""
 
     @classmethod
@@ -105,21 +105,21 @@ class _Chunk:
         valid = labels != IGNORED_LABEL
         targets = (labels - first).where(valid, 0).unsqueeze(-1)
         # The target is an entry of exactly one rank; other ranks read entry 0 and discard it.
-        here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
-        targets = targets.where(here, 0)
+        is_own = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
+        targets = targets.where(is_own, 0)
         logits = F.linear(hidden, weight)
         log_total, target_logits = _run(_log_total, compiled, logits, targets, softcap)
-        target_logits = target_logits.where(here.squeeze(1), 0)
+        target_logits = target_logits.where(is_own.squeeze(1), 0)
         if part is not None:
             gathered = part.gather(torch.stack([log_total, target_logits]))
             log_total, target_logits = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
-        return cls(logits, log_total, target_logits, targets, here)
+        return cls(logits, log_total, target_logits, targets, is_own)
 
     def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, softcap: float, compiled: bool) -> torch.Tensor:
         """Returns the gradient of Σ counts · -log p / divisor with respect to the logits."""
-        given = self.logits, self.log_total, self.targets, self.here, counts, divisor, softcap
-        found: torch.Tensor = _run(_gradient, compiled, *given)
-        return found
+        arguments = self.logits, self.log_total, self.targets, self.is_own, counts, divisor, softcap
+        result: torch.Tensor = _run(_gradient, compiled, *arguments)
+        return result
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -201,8 +201,8 @@ def cross_entropy_sum(
     if weights is not None:
         counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
     chunks = _chunks(len(labels), rows, chunk_tokens or tokens_at_once(compiled))
-    given = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]  # torch's own
+    arguments = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
 
@@ -267,15 +267,15 @@ def log_probabilities(
     part = None
     if isinstance(weight, torch.Tensor):
         hidden, weight, part = vocabulary_part(hidden, weight)
-    found = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
+    values = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
     for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
-            found[some] = chunk.target_logits - chunk.log_total
+            values[some] = chunk.target_logits - chunk.log_total
         else:
-            logits = weight(hidden[some]).to(found.dtype).log_softmax(-1)
-            found[some] = logits.gather(1, labels[some].unsqueeze(-1))[:, 0]
-    return found
+            logits = weight(hidden[some]).to(values.dtype).log_softmax(-1)
+            values[some] = logits.gather(1, labels[some].unsqueeze(-1))[:, 0]
+    return values
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ def greedy_choices(
     if isinstance(weight, torch.Tensor):
         hidden, weight, part = vocabulary_part(hidden, weight)
     first = 0 if part is None else part.first
-    found = torch.zeros(len(labels), device=labels.device)
+    choices = torch.zeros(len(labels), device=labels.device)
     for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
@@ -306,5 +306,5 @@ def greedy_choices(
         entries = torch.arange(first, first + logits.shape[1], device=logits.device)
         ahead = (logits > target) | ((logits == target) & (entries < labels[some].unsqueeze(-1)))
         count = ahead.sum(-1)
-        found[some] = ((count if part is None else part.gather(count).sum(0)) == 0).float()
-    return found
+        choices[some] = ((count if part is None else part.gather(count).sum(0)) == 0).float()
+    return choices

@@ -30,8 +30,8 @@ class MultiTokenLoss:
         heads = []
         for labels in micro_batch.later_labels.unbind(1):
             rows = rows_with_labels(labels)
-            given = {"labels": copy_to(labels, device), "rows": None if rows is None else copy_to(rows, device)}
-            heads.append(partial(self._loss, partial(head, **given, divisor=divisor * self.blocks / self.factor)))
+            arguments = {"labels": copy_to(labels, device), "rows": None if rows is None else copy_to(rows, device)}
+            heads.append(partial(self._loss, partial(head, **arguments, divisor=divisor * self.blocks / self.factor)))
         return Later(copy_to(micro_batch.later_tokens, device), heads)
 
     def _loss(self, head: Callable[..., torch.Tensor], hidden: torch.Tensor, weight: Projection) -> torch.Tensor:

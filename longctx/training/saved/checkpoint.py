@@ -65,8 +65,8 @@ class Checkpoint:
     def damage(self, group: dist.ProcessGroup | None = None, read: Read = lambda count: None) -> str:
         """Reads all files; with a `group`, its ranks share them. Returns what is wrong, the same on every rank, or nothing."""
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        own = sorted(self.checksums)[rank::ranks]
-        problems = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in own)))]
+        files = sorted(self.checksums)[rank::ranks]
+        problems = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in files)))]
         if group is not None:
             problems = gather_objects(problems[0], group)
         return "; ".join(problem for each in problems for problem in each)
@@ -243,8 +243,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
     new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     if new:  # torch has made its state by a step with gradients of zero, which counts
-        for values in optimizer.state.values():
-            values["step"].zero_()
+        for value in (value for values in optimizer.state.values() for value in values.values()):
+            if isinstance(value, torch.Tensor):
+                value.zero_()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) < len(list(model.parameters())):
         weights = {name: weight for name, weight in weights.items() if name in trained}

@@ -61,13 +61,13 @@ class TensorReader(FileSystemReader):
         path = Path(self.path, ".metadata")
         data = persistent(path.read_bytes)
         try:
-            found = _Unpickler(io.BytesIO(data)).load()
-            for stored in found.storage_data.values():
+            content = _Unpickler(io.BytesIO(data)).load()
+            for stored in content.storage_data.values():
                 inside(path.parent, stored.relative_path)
-            found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+            content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         except Exception as error:  # damaged bytes may raise anything
             raise CheckpointError(f"{path.name} is damaged: {error or type(error).__name__}") from error
-        return cast(Metadata, found)
+        return cast(Metadata, content)
 
 
 class TensorPlanner(DefaultLoadPlanner):
@@ -99,6 +99,6 @@ class SummingFiles(FileSystem):
 def cause(error: BaseException) -> str:
     """Returns the error of the first failed rank, without the tracebacks of CheckpointException."""
     if isinstance(error, CheckpointException) and error.failures:
-        rank, (found, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {found}"
+        rank, (exception, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {exception}"
     return str(error)

@@ -90,10 +90,10 @@ def export(
     weights. Raises ExportError, CheckpointError or NoNativeModel.
     """
     check_place(out, overwrite)
-    found = _find(run, step)
+    chosen = _find(run, step)
     kept = model_folder(run)
-    model, source = _build(found, kept)
-    saved = SavedWeights(found.folder)
+    model, source = _build(chosen, kept)
+    saved = SavedWeights(chosen.folder)
     if merge and not isinstance(model, AdaptedModel):
         raise ExportError(f"{run} has no adapters to merge: omit --merge")
     partial = out.with_name(out.name + ".partial")
@@ -105,7 +105,7 @@ def export(
                 raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
             size = _write_adapters(partial, model, saved, kept)
             _replace(out, partial)
-            return Exported(out, found.step, "adapters for peft", size, 1, has_tokenizer(out))
+            return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out))
         planned = list(_plan(model, saved, source, dtype))
         _refuse_full(partial, sum(tensor.bytes for tensor in planned))
         writer = CheckpointWriter(partial, planned, max_shard_bytes)
@@ -113,12 +113,12 @@ def export(
             for group in model.groups():
                 writer.write(model.to_checkpoint(_read(model, saved, group)))
         writer.close()
-        architecture = _write_beside(partial, model, source, found, kept, dtype)
+        architecture = _write_beside(partial, model, source, chosen, kept, dtype)
         _replace(out, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Exported(out, found.step, architecture, writer.total, len(writer.files), has_tokenizer(out), model.spec.predictions)
+    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out), model.spec.predictions)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -152,8 +152,8 @@ def _read(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, 
 def _without_values(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
     if not isinstance(model, AdaptedModel):
         return saved.without_values(names)
-    wanted = set(names)
-    return {name: value.to("meta") for name, value in model.state_dict().items() if name in wanted}
+    chosen = set(names)
+    return {name: value.to("meta") for name, value in model.state_dict().items() if name in chosen}
 
 
 def _find(run: Path, step: int | None) -> Checkpoint:
@@ -163,21 +163,21 @@ def _find(run: Path, step: int | None) -> Checkpoint:
         what = "a store of documents" if is_store(run) else "not a run folder: it has no checkpoints"
         what = "a transformers checkpoint already" if (run / "config.json").is_file() else what
         raise ExportError(f"{run} is {what}: give the train.run_dir of a run")
-    found, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
-    if found is None:
+    saved, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
+    if saved is None:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         why = f" ({'; '.join(damaged)})" if damaged else ""
         steps = ", ".join(map(str, checkpoint.steps(run)))
         way_out = f"steps with complete checkpoints: {steps}" if steps else "set checkpoint.every and train again"
         raise ExportError(f"{run} has {what}{why}: {way_out}")
-    if problem := found.damage():
-        raise ExportError(f"{found.folder} is damaged ({problem}): longctx export --step N exports another checkpoint")
-    return found
+    if problem := saved.damage():
+        raise ExportError(f"{saved.folder} is damaged ({problem}): longctx export --step N exports another checkpoint")
+    return saved
 
 
-def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None]:
+def _build(saved: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None]:
     """Returns the model of a checkpoint without values, and the transformers checkpoint that the run started from, if any."""
-    described = found.state["model"]
+    described = saved.state["model"]
     source = None
     if (kept / DESCRIBED).is_file():
         source = replace(CheckpointFiles.open(str(kept)), masked=described.get("masked", False))
@@ -193,7 +193,7 @@ def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
             return Decoder(shape), None
         native = NativeSource(source)
         if native.shape != canonical(shape):
-            raise ExportError(f"{found.folder} does not match the model of {kept}/config.json: restore the files of this run")
+            raise ExportError(f"{saved.folder} does not match the model of {kept}/config.json: restore the files of this run")
         return native.build(), source
 
 
@@ -220,8 +220,8 @@ def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dty
     for group in model.groups():
         for name, tensor in model.to_checkpoint(_without_values(model, saved, group)).items():
             stored = tensor.dtype if source is None else source.dtype_of(name)
-            wanted = dtype if dtype is not None and stored.is_floating_point else stored
-            yield Planned(name, tuple(tensor.shape), wanted)
+            written = dtype if dtype is not None and stored.is_floating_point else stored
+            yield Planned(name, tuple(tensor.shape), written)
 
 
 def _refuse_full(folder: Path, size: int) -> None:
@@ -233,14 +233,14 @@ def _refuse_full(folder: Path, size: int) -> None:
 
 
 def _write_beside(
-    folder: Path, model: Model, source: CheckpointFiles | None, found: Checkpoint, kept: Path, dtype: torch.dtype | None
+    folder: Path, model: Model, source: CheckpointFiles | None, saved: Checkpoint, kept: Path, dtype: torch.dtype | None
 ) -> str:
     """Writes config, generation config, tokenizer and chat template. Returns the transformers class of the model."""
     tokenizer_files.copy(beside_weights(kept), kept, folder)
     changed: dict[str, Any] = {}
     if source is None:
         assert isinstance(model, Decoder)
-        longest = int(found.state["data"]["max_length"])
+        longest = int(saved.state["data"]["max_length"])
         family, config = expressed(model.shape, longest, _end_of_document(kept))
         architecture = family.architecture
         changed["dtype"] = "float32"
@@ -290,13 +290,13 @@ def _end_of_document(kept: Path) -> int | None:
     try:
         token = json.loads((kept / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
         name = token["content"] if isinstance(token, dict) else token
-        found: int | None = None if name is None else Tokenizer.from_file(str(kept / "tokenizer.json")).token_to_id(name)
+        number: int | None = None if name is None else Tokenizer.from_file(str(kept / "tokenizer.json")).token_to_id(name)
     except Exception as error:  # tokenizers raises plain Exception
         raise UserError(
             f"tokenizer.json or tokenizer_config.json in {kept} is damaged ({shortened(str(error), 200)}): copy them from "
             "another run on the same store, or delete both to export without a tokenizer"
         ) from error
-    return found
+    return number
 
 
 def how_to_load(folder: Path) -> str:

@@ -26,15 +26,15 @@ def trained_ends(store: Store) -> list[int]:
     """Returns the special tokens that are the last targets of documents: the end of a turn, or of a text."""
     special, whole = np.ones(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
     special[store.tokenizer.ordinary] = False
-    found: set[int] = set()
+    ends: set[int] = set()
     for source in store.sources:
         documents = np.arange(source.documents.start, source.documents.stop)
         for kind in (whole[documents], ~whole[documents]):
             for document in documents[kind][:SAMPLED].tolist():
                 tokens, trained = store.tokens(document, 0, int(store.lengths[document]))
                 last = tokens[special[tokens]][-1:] if trained.all() else tokens[trained][-1:]
-                found.update(last[special[last]].tolist())
-    return sorted(found)
+                ends.update(last[special[last]].tolist())
+    return sorted(ends)
 
 
 def model_folder(run: Path) -> Path:

@@ -116,23 +116,23 @@ class Saver:
         if begun is None:
             return
         if begun.publishing:
-            said = "" if begun.publication is None else _said(begun.publication, begun.partial.parent)
-            problems, self._begun = gather_objects(said, self.group), None
+            trouble = "" if begun.publication is None else _said(begun.publication, begun.partial.parent)
+            problems, self._begun = gather_objects(trouble, self.group), None
         else:
-            writer, said = begun.writer, _said(begun.writer.task, begun.partial)
-            parts = gather_objects((said, [] if said else writer.task.result(), writer.checksums), self.group)
-            problems, begun.publishing = [said for said, _, _ in parts], True
+            writer, trouble = begun.writer, _said(begun.writer.task, begun.partial)
+            parts = gather_objects((trouble, [] if trouble else writer.task.result(), writer.checksums), self.group)
+            problems, begun.publishing = [trouble for trouble, _, _ in parts], True
             if self._first and not any(problems):
                 results, sums = [results for _, results, _ in parts], [sums for _, _, sums in parts]
                 begun.publication = self._thread.submit(self._publish, begun, results, sums)
-        problem = next((f"rank {rank}: {said}" for rank, said in enumerate(problems) if said), "")
+        problem = next((f"rank {rank}: {trouble}" for rank, trouble in enumerate(problems) if trouble), "")
         if problem:
             self._begun = None
             raise self._failed(begun, problem)
 
     def _publish(self, begun: _Begun, results: list[list[WriteResult]], checksums: list[dict[str, str]]) -> None:
         begun.writer.describe(results)
-        every = {name: sums for found in (*checksums, begun.writer.checksums) for name, sums in found.items()}
+        every = {name: sums for written in (*checksums, begun.writer.checksums) for name, sums in written.items()}
         publish(self.run, begun.final, begun.state, every)
         prune(self.run, self.keep, begun.final)
 
@@ -207,11 +207,11 @@ def _said(task: futures.Future[Any], folder: Path) -> str:
     error = task.exception()
     if error is None:
         return ""
-    said = cause(error) or type(error).__name__
+    problem = cause(error) or type(error).__name__
     held = sum(file.stat().st_size for file in folder.glob("*"))
-    if "No space left" in said or shutil.disk_usage(folder).free > held:
-        return said
-    return f"No space left on device ({said})"  # which torch's writer does not say: "unexpected pos 704 vs 598"
+    if "No space left" in problem or shutil.disk_usage(folder).free > held:
+        return problem
+    return f"No space left on device ({problem})"  # which torch's writer does not say: "unexpected pos 704 vs 598"
 
 
 class _Copies:
@@ -272,9 +272,9 @@ def prune(run: Path, keep: int | None, published: Path) -> None:
 
     Later ones are of a run that was resumed from an earlier checkpoint because they are damaged.
     """
-    for found in complete(run, published)[: -keep if keep else 0]:
+    for old in complete(run, published)[: -keep if keep else 0]:
         try:
-            shutil.rmtree(found)
+            shutil.rmtree(old)
         except OSError as error:  # of a file that is open on a network file system, or deleted by somebody else
-            if found.exists():
-                print(f"longctx: old checkpoint {found} cannot be deleted: {error}", file=sys.stderr, flush=True)
+            if old.exists():
+                print(f"longctx: old checkpoint {old} cannot be deleted: {error}", file=sys.stderr, flush=True)
