@@ -10,13 +10,31 @@ import pytest
 import torch
 
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
-from tests.trainer_cases import DOCUMENTS, LONGEST, PROFILE, TOKENS_PER_RANK, arguments, documents, finetune, model, pad, train
+from tests.trainer_cases import (
+    DOCUMENTS,
+    LONGEST,
+    PROFILE,
+    TOKENS_PER_RANK,
+    arguments,
+    documents,
+    finetune,
+    model,
+    pad,
+    prefer,
+    train,
+)
 from tests.workers import Workers
 
 PLAIN: dict[str, dict[str, Any]] = {}
 TOLERANCES = {"loss": 1e-6, "eval_loss": 1e-6, "grad_norm": 1e-5, "learning_rate": 0, "num_tokens": 0, "entropy": 1e-5}
 OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 """Shares of tokens whose label is the likeliest: rounding decides between two that are equally likely."""
+
+
+FSDP2 = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+}
 
 
 def plain(workers: Workers, folder: Path, function: Callable[..., Any], *options: Any) -> dict[str, Any]:
@@ -73,11 +91,7 @@ def test_a_data_set_that_is_streamed(workers: Workers, tmp_path: Path) -> None:
 
 
 def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
-    sharded = {
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
-    }
-    runs = workers.run(train, 2, tmp_path, "qwen2", 1, True, sharded)
+    runs = workers.run(train, 2, tmp_path, "qwen2", 1, True, FSDP2)
     assert_equal(runs, plain(workers, tmp_path, train, "qwen2", {}))
 
 
@@ -125,6 +139,42 @@ def test_a_run_resumes_bit_by_bit_and_on_other_ranks(workers: Workers, tmp_path:
     other = workers.run(train, 3, tmp_path / "other", "qwen2", 1, True, {**saving, "resume": str(tmp_path / "checkpoint-5")})
     for ours, theirs in zip(other[0]["log"], whole["log"], strict=True):
         assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-6)
+
+
+WHOLE_BATCHES = {"tokens_per_rank": 8 * LONGEST, "mode": "static", "degree": 2}
+"""A budget with which a call is one micro-batch, whose graph is kept; otherwise there are several, which are recomputed."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options"),
+    [
+        ("DPO", 3, {}),
+        ("DPO", 2, {"budget": WHOLE_BATCHES, "lora": True}),
+        ("DPO", 2, FSDP2),
+        ("KTO", 2, {}),
+        ("GRPO", 2, {"beta": 0.04}),
+        ("GRPO", 3, {"budget": WHOLE_BATCHES | {"degree": 3}}),
+        ("RLOO", 2, {}),
+    ],
+    ids=["dpo", "dpo with adapters", "dpo fully sharded", "kto", "grpo with kl", "grpo on three", "rloo"],
+)
+def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, kind: str, ranks: int, options: dict[str, Any]) -> None:
+    """The same rows of every rank, completions included, as in plain training on as many ranks."""
+    plain_options = {name: value for name, value in options.items() if name not in ("budget", *FSDP2)}
+    theirs = workers.run(prefer, ranks, tmp_path / "plain", kind, False, plain_options)
+    ours = workers.run(prefer, ranks, tmp_path / "ours", kind, True, options)
+    assert max(ours[0]["degrees"]) >= 2
+    for run, expected in zip(ours, theirs, strict=True):
+        for mine, plain_entry in zip(run["log"][:-1], expected["log"][:-1], strict=True):
+            for name in {"loss", "reward", "kl", "entropy", "rewards/margins", "completions/mean_length"} & mine.keys():
+                assert mine[name] == pytest.approx(plain_entry[name], rel=1e-5, abs=1e-6), name
+            assert mine["grad_norm"] == pytest.approx(plain_entry["grad_norm"], rel=1e-5)
+        assert all(torch.allclose(run["weights"][name], each, rtol=0, atol=1e-6) for name, each in expected["weights"].items())
+    start = dict(model().named_parameters())
+    assert (
+        any(not torch.equal(each, start[name]) for name, each in ours[0]["weights"].items() if name in start)
+        or "lora" in options
+    )
 
 
 # --- one process, without a group
@@ -213,12 +263,12 @@ def test_refusals_of_trainers(tmp_path: Path) -> None:
         dynamic_context_parallel(trainer(tmp_path), profile=PROFILE)
 
 
-def test_preference_trainers_are_refused_by_name(tmp_path: Path) -> None:
-    from trl import DPOTrainer
+def test_other_trainers_of_trl_are_refused_by_name(tmp_path: Path) -> None:
+    from trl import RewardTrainer
 
     ours = trainer(tmp_path)
-    ours.__class__ = type("DPOTrainer", (DPOTrainer,), {"__module__": "trl.trainer.dpo_trainer"})
-    with pytest.raises(TrainerError, match="DPOTrainer needs whole sequences, which is not supported yet"):
+    ours.__class__ = type("RewardTrainer", (RewardTrainer,), {"__module__": "trl.trainer.reward_trainer"})
+    with pytest.raises(TrainerError, match="RewardTrainer is not supported: use transformers.Trainer, SFTTrainer, DPOTrainer"):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 

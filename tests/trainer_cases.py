@@ -99,7 +99,7 @@ def as_rank() -> int:
 
 def report(trainer: Any) -> dict[str, Any]:
     """What is compared between runs."""
-    shared = getattr(trainer, "sharing", None)
+    shared = trainer.dynamic.sharing if hasattr(trainer, "dynamic") else None
     parts = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     whole = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in parts)
     weights = {name: each.detach().clone() for name, each in whole}
@@ -220,3 +220,60 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
         dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 2 * LONGEST, profile=PROFILE)
     trainer.train()
     return report(trainer)
+
+
+def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora` and `budget`."""
+    import datasets
+    import trl
+    from peft import LoraConfig
+
+    from longctx.trainers import dynamic_context_parallel
+
+    ranks, options = as_rank(), dict(options)
+    if "fsdp" in options:
+        select_fsdp_on_cpus()
+    lora, budget = options.pop("lora", False), options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK})
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
+    base = folder / "base"  # TRL loads the reference model from there
+    if dist.get_rank() == 0:
+        model().save_pretrained(base)
+    dist.barrier()
+    given = arguments(folder, ranks, 1, max_steps=3, eval_strategy="no", optim="sgd", learning_rate=0.05)
+    given |= {"per_device_train_batch_size": 4, "include_num_input_tokens_seen": "no", "max_grad_norm": 0.0}
+    del given["remove_unused_columns"]
+    more: dict[str, Any] = {}
+    if kind in ("GRPO", "RLOO"):
+        given |= {"num_generations": 2, "max_completion_length": 12}
+        more["reward_funcs"] = lambda completions, **_: [float(len(set(text.split()))) for text in completions]
+    elif kind == "DPO":
+        given["max_length"] = None
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=str(base),
+        args=getattr(trl, f"{kind}Config")(**{**given, **options}),
+        train_dataset=datasets.Dataset.from_list(preferences(kind)),
+        processing_class=tokenizer(),
+        peft_config=adapters,
+        **more,
+    )
+    if dynamic:
+        dynamic_context_parallel(trainer, profile=PROFILE, **budget)
+    trainer.train()
+    return report(trainer)
+
+
+def preferences(kind: str) -> list[dict[str, Any]]:
+    """Prompts, of which every sixth is long, with the completions that a trainer of this kind needs."""
+    random = np.random.default_rng(0)
+
+    def words(number: int) -> str:
+        return " ".join(f"w{n}" for n in random.integers(0, VOCABULARY - 5, number))
+
+    rows: list[dict[str, Any]] = []
+    for number in range(24):
+        rows.append({"prompt": words(LONGEST - 20 if number % 6 == 0 else int(random.integers(2, 20)))})
+        if kind == "DPO":
+            rows[-1] |= {"chosen": words(int(random.integers(2, 12))), "rejected": words(int(random.integers(2, 12)))}
+        if kind == "KTO":
+            rows[-1] |= {"completion": words(int(random.integers(2, 12))), "label": bool(number % 2)}
+    return rows

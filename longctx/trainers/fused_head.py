@@ -1,14 +1,14 @@
 """The trainers of TRL whose loss needs whole sequences: DPO, GRPO, RLOO and KTO.
 
-All of them call `model(input_ids=.., attention_mask=.., labels=.., fused_lm_head=True)` and read values per token, [rows, tokens - 1].
-This call is planned: the rows of all ranks are shared like documents of a step, every rank runs its micro-batches, and a sum over
-the ranks gives each rank the values of its own rows. Each rank computes its own loss from them, and DDP or FSDP averages the
-gradients, as before. A call is balanced, not a step.
+All of them call `model(input_ids=.., attention_mask=.., labels=.., fused_lm_head=True)` and read values per token, of shape
+[rows, tokens - 1]. This call is planned: the rows of all ranks are shared like documents of a step, every rank runs its
+micro-batches, and a sum over the ranks gives each rank the values of its own rows. Each rank computes its own loss from them,
+and DDP or FSDP averages the gradients, as before. A call is balanced, not a step.
 """
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longctx.attention.huggingface import model_inputs
 from longctx.data.packing import MicroBatch
-from longctx.trainers.documents import Document, rows_of
+from longctx.trainers.documents import rows_of
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.step import Share, Sharing
 

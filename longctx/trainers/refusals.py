@@ -7,8 +7,10 @@ import torch
 
 from longctx.errors import UserError
 
-WHOLE_STEP = ("SFTTrainer",)
+OF_TOKENS = ("SFTTrainer",)
 """Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""
+OF_SEQUENCES = ("DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer")
+"""Trainers of TRL whose loss needs whole sequences."""
 
 
 class TrainerError(UserError):
@@ -22,12 +24,21 @@ def refuse(trainer: Any, own_loss_is_a_token_sum: bool) -> None:
         raise TrainerError(f"dynamic context parallelism is not possible: {'; '.join(problems)}")
 
 
+def needs_sequences(trainer: Any) -> bool:
+    """Returns whether a trainer's loss needs values of whole sequences."""
+    return _trainer_of_trl(trainer) in OF_SEQUENCES
+
+
+def _trainer_of_trl(trainer: Any) -> str | None:
+    """Returns the name of the trainer of TRL that a trainer is or extends; None for others."""
+    of_trl = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
+    return next((name for name in of_trl if not name.startswith("_")), None)
+
+
 def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[str]:
-    classes = [kind for kind in type(trainer).__mro__ if kind is not object]
-    of_trl = [kind.__name__ for kind in classes if kind.__module__.startswith("trl.") and not kind.__name__.startswith("_")]
-    if of_trl and of_trl[0] not in WHOLE_STEP:
-        yield f"{of_trl[0]} needs whole sequences, which is not supported yet: use transformers.Trainer or SFTTrainer"
-    own = next(kind for kind in classes if "compute_loss" in vars(kind))
+    if (name := _trainer_of_trl(trainer)) not in (None, *OF_TOKENS, *OF_SEQUENCES):
+        yield f"{name} is not supported: use transformers.Trainer, {', '.join(OF_TOKENS + OF_SEQUENCES)} or a subclass of those"
+    own = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
     if own.__module__.split(".")[0] not in ("transformers", "trl") and not own_loss_is_a_token_sum:
         yield (
             f"{own.__name__}.compute_loss may not be a sum over tokens divided by num_items_in_batch: omit it, or say "
