@@ -18,6 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from tests.workers import PRELOADED
 
 LIMIT_S = 900.0
@@ -58,6 +60,7 @@ class Group:
 
     processes: list[Any]
     folder: Path
+    store: Any = None  # of the processes, kept while they run
 
     def _read(self, suffix: str) -> list[str]:
         files = [self.folder / f"{rank}{suffix}" for rank in range(len(self.processes))]
@@ -124,6 +127,9 @@ def start(by_rank: Sequence[Sequence[str]], folder: Path, *, world: int | None =
     place |= {"PWD": Path.cwd()} | ({"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {})
     folder.mkdir()
     group = Group([], folder)
+    if not namespaces:  # as torchrun's agent: the store outlives rank 0
+        group.store = TCPStore(address, 0, ranks, is_master=True, wait_for_workers=False)
+        place |= {"MASTER_PORT": group.store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     for rank, arguments in enumerate(by_rank):
         environment = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         given = [*arguments], environment, folder / str(rank), namespaces[rank] if namespaces else None

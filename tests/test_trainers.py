@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from tests.trainer_cases import (
     DOCUMENTS,
@@ -213,6 +214,23 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
     restore(ours)  # does nothing
 
 
+def test_plans_are_made_by_constants_scaled_to_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = trainer(tmp_path)
+    dynamic_context_parallel(ours, tokens_per_rank=200)
+    profile = ours.dynamic.sharing.profile
+    assert profile.kv_bytes_per_token == 3 * 2 * 2 * 2 * 8 * 4, "passes, layers, K and V, heads, size, float32"
+    assert profile.query_share == 0 and profile.exchange_levels == 1, "as transformers' own code and its exchange are"
+    printed = capsys.readouterr().out
+    assert "profile cpu-2core" in printed and "scaled to this model" in printed
+    assert "documents are split over 1 ranks of 200 tokens" in printed
+
+
+def with_attention_dropout() -> Any:
+    made = model()
+    made.config.attention_dropout = 0.1
+    return made
+
+
 def with_dropout() -> Any:
     made = model()
     made.model.layers[1].extra = torch.nn.Dropout(0.1)
@@ -223,11 +241,12 @@ def with_dropout() -> Any:
     ("change", "options", "message"),
     [
         ({"of": with_dropout}, {}, r"model.layers.1.extra is a dropout of 0.1.*set it to 0"),
+        ({"of": with_attention_dropout}, {}, r"attention_dropout is 0.1 in the model's config.*set it to 0"),
         ({}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which is not supported: omit it"),
         ({}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
         ({}, {"torch_compile": True}, "torch_compile is True"),
     ],
-    ids=["dropout", "label smoothing", "neftune", "compile"],
+    ids=["dropout", "attention dropout", "label smoothing", "neftune", "compile"],
 )
 def test_what_cannot_be_exact_is_refused(tmp_path: Path, change: dict[str, Any], options: dict[str, Any], message: str) -> None:
     ours = trainer(tmp_path, **{name: make() for name, make in change.items()}, **options)
@@ -254,6 +273,8 @@ def test_refusals_of_trainers(tmp_path: Path) -> None:
         TrainerError, match=r"compute_loss_func sees only this rank's tokens.*compute_metrics needs the predictions"
     ):
         dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
+    with pytest.raises(UserError, match="mode is 'dynamic': must be one of"):
+        dynamic_context_parallel(trainer(tmp_path), tokens_per_rank=200, mode="dynamic")
     with pytest.raises(TrainerError, match="tokens_per_rank is not given and max_length is not set"):
         dynamic_context_parallel(trainer(tmp_path), profile=PROFILE)
 

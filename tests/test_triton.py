@@ -293,7 +293,7 @@ def test_a_program_that_does_not_fit_gets_fewer_stages(monkeypatch: pytest.Monke
             return launched
 
     q = torch.zeros(4, 2, 64)
-    run = triton._KernelLaunch(q, q, q, (Segment(0, 4, 0, 4, None, 0),), 1.0, 0.0)
+    run = triton._KernelLaunch(q, q, q, (Segment(0, 4, 0, 4, None, 0),), Options(1.0))
     device = SimpleNamespace(OutOfResources=OutOfResources)
     run.device_code = SimpleNamespace(triton=device, forward_kernel=Program(1), dq_kernel=Program(0))  # type: ignore[assignment]
     for _ in range(2):

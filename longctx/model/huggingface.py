@@ -102,7 +102,7 @@ class TransformersModel(Model):
         self.first_position = first_position(self.hf)
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
-        vars(self)["layers"] = self.hf.get_submodule(_block_name(self.hf))
+        vars(self)["layers"] = self.hf.get_submodule(block_name(self.hf))
         self.spec = spec_of(self.hf, self.layers, causal=not self.masked)
         self._documents: RowDocuments | None = None
         """Documents of the micro-batch that runs."""
@@ -348,7 +348,7 @@ def _build(files: CheckpointFiles) -> Any:
     return model
 
 
-def _block_name(hf: Any) -> str:
+def block_name(hf: Any) -> str:
     """Returns the name of the list of blocks: as many as the config has layers, if possible of a class that is never split.
 
     If no list has that length, the one with the most parameters.

@@ -1,7 +1,6 @@
 """Attaches dynamic context parallelism to a trainer, and takes it off."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,30 +10,17 @@ from longctx.attention import warm_up
 from longctx.attention.huggingface import prepare
 from longctx.attention.huggingface_check import HuggingFaceError
 from longctx.attention.linear.huggingface import restore_linear
+from longctx.model.huggingface import block_name
+from longctx.model.huggingface_spec import spec_of
+from longctx.planning.check import check_settings
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.trainers.attached import Attached
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.refusals import TrainerError, needs_sequences, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
-from longctx.training.run_profile import default_profile
-
-
-@dataclass
-class Attached:
-    """What dynamic context parallelism adds to a trainer.
-
-    Attributes:
-        sharing: plans and shares documents.
-        ring_options: keyword arguments of `model_inputs`.
-        attentions: name of the previous attention of every model.
-        heads: the planned heads of trainers that need whole sequences.
-    """
-
-    sharing: Sharing
-    ring_options: dict[str, Any]
-    attentions: list[tuple[Any, str]] = field(default_factory=list)
-    heads: list[PlannedHead] = field(default_factory=list)
+from longctx.training.run_profile import RunProfile, model_profile
 
 
 def dynamic_context_parallel(
@@ -68,7 +54,9 @@ def dynamic_context_parallel(
     refuse(trainer, own_loss_is_a_token_sum)
     args = trainer.args
     most = tokens_per_rank or _default_tokens_per_rank(args)
-    sharing = Sharing(_profile(profile, args.device), most, mode, degree, None, args.device)
+    check_settings(args.world_size, most, mode, degree, None, None)
+    described = _profile(trainer, profile)
+    sharing = Sharing(described.profile, most, mode, degree, None, args.device)
     _refuse_long_documents(trainer, most * args.world_size)
     attached = Attached(sharing, {"group": None, "kernel": kernel, "device": args.device})
     models = [trainer.model, *filter(None, [getattr(trainer, "ref_model", None)])]
@@ -84,6 +72,8 @@ def dynamic_context_parallel(
         sharing.group = attached.ring_options["group"] = dist.new_group(timeout=args.ddp_timeout_delta)
         warm_up(sharing.group, args.device)
     trainer.dynamic = attached
+    if trainer.is_world_process_zero():
+        print(*described.lines, f"documents are split over {args.world_size} ranks of {most:,} tokens", sep="\n")
     for model, attention in attached.attentions:
         model.generate = _with_own_attention(model, attention)
     if needs_sequences(trainer):
@@ -137,11 +127,14 @@ def _with_own_attention(model: Any, attention: str) -> Callable[..., Any]:
     return generating
 
 
-def _profile(profile: HardwareProfile | str | None, device: torch.device) -> HardwareProfile:
+def _profile(trainer: Any, profile: HardwareProfile | str | None) -> RunProfile:
+    """Returns the profile, scaled to the trainer's model unless it is given as a value."""
     if isinstance(profile, HardwareProfile):
-        return profile
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    return HardwareProfile.load(profile or default_profile(device.type, gpu))
+        return RunProfile("given", profile, ("profile: given as a value, used unscaled",))
+    args, model = trainer.args, prepared_part(trainer, trainer.model)
+    spec = spec_of(model, model.get_submodule(block_name(model)))
+    dtype = "bfloat16" if args.bf16 or next(model.parameters()).dtype == torch.bfloat16 else "float32"
+    return model_profile(profile, spec, dtype, args.device, args.world_size, "full" if args.gradient_checkpointing else "none")
 
 
 def _default_tokens_per_rank(args: Any) -> int:

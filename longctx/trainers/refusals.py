@@ -77,6 +77,9 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
 
 
 def _model_problems(trainer: Any) -> Iterator[str]:
+    for name, value in trainer.model.config.get_text_config().to_dict().items():
+        if name in ("attention_dropout", "attn_pdrop") and value:
+            yield f"{name} is {value:g} in the model's config, which would depend on how documents are split: set it to 0"
     for name, module in trainer.model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             yield f"{name} is a dropout of {module.p:g}, which would depend on how documents are split: set it to 0"

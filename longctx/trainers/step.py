@@ -1,6 +1,7 @@
 """A step of all ranks: their documents are counted together, planned, and sent to the ranks that hold them."""
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -63,7 +64,7 @@ class Sharing:
         profile, tokens_per_rank, mode, degree: see `make_plan`.
         group: ranks that share steps; None for one process.
         device: device of messages.
-        plans: the plans made so far, for reports.
+        plans: the last plans, for reports.
     """
 
     profile: HardwareProfile
@@ -72,7 +73,7 @@ class Sharing:
     degree: int | None
     group: dist.ProcessGroup | None
     device: torch.device
-    plans: list[Plan] = field(default_factory=list)
+    plans: deque[Plan] = field(default_factory=lambda: deque(maxlen=100))
 
     @property
     def ranks(self) -> int:

@@ -8,26 +8,24 @@ of the whole step and multiplies it by the number of ranks, which DDP and FSDP u
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from longctx.attention.huggingface import model_inputs
+from longctx.trainers.attached import Attached
 from longctx.trainers.documents import rows_of
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.step import Share
-
-if TYPE_CHECKING:
-    from longctx.trainers.dynamic import Attached
 
 
 class WholeSteps:
     """Mixin before a trainer's class: steps of the trainer are planned and shared."""
 
     data_collator: Any
-    dynamic: "Attached"
+    dynamic: Attached
 
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

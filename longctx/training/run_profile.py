@@ -154,6 +154,25 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     return replace(scaled, lines=(*scaled.lines, *lines, *_doubts(name, described, device, gpu, config.dtype)))
 
 
+def model_profile(
+    name: str | None, spec: ModelSpec, dtype: str, device: torch.device, ranks: int, recompute: Recompute
+) -> RunProfile:
+    """Returns the profile of a model that transformers' own code runs in another trainer, on `ranks` processes.
+
+    `name` is a shipped profile or a file; None: the default of the device. The exchange has one level, and queries come first.
+    """
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    name = name or default_profile(device.type, gpu)
+    profile, described = read_described(name)
+    profile, node = replace(profile, exchange_levels=1, query_share=0.0), processes_per_node(ranks)
+    if described is None:
+        profile = profile if node is None else replace(profile, ranks_per_node=node)
+        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
+    work = replace(work_of(spec, dtype, recompute=recompute, gpus=ranks), queries=0.0)
+    scaled = _scaled(name, profile, described, work, "this model", node)
+    return replace(scaled, lines=(*scaled.lines, *_doubts(name, described, device.type, gpu, dtype)))
+
+
 def preset_profile(
     name: str, preset: str | None = None, pipeline: Pipeline = NO_PIPELINE, domain: int = 1, tokens_per_rank: int = 1
 ) -> RunProfile:
