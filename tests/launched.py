@@ -61,9 +61,14 @@ class Group:
     processes: list[Any]
     folder: Path
     store: Any = None  # of the processes, kept while they run
+    ranks: Sequence[int] | None = None  # those of the processes; None: from 0 on
+
+    def part(self, *ranks: int) -> "Group":
+        """Returns some of the processes."""
+        return Group([self.processes[rank] for rank in ranks], self.folder, self.store, ranks)
 
     def _read(self, suffix: str) -> list[str]:
-        files = [self.folder / f"{rank}{suffix}" for rank in range(len(self.processes))]
+        files = [self.folder / f"{rank}{suffix}" for rank in self.ranks or range(len(self.processes))]
         return [file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files]
 
     @property

@@ -153,7 +153,7 @@ def test_the_survivors_of_a_run_name_the_one_that_is_gone(tmp_path: Path, how: s
     assert group.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2), group.said
     began = time.monotonic()
     group.send(how, [2])
-    survivors = launched.Group(group.processes[:2], group.folder)
+    survivors = group.part(0, 1)
     assert not survivors.end() and survivors.codes == [1, 1], group.said
     assert time.monotonic() - began < 20 + 15, "the timeout, and some seconds to look for signs of life"
     group.send(signal.SIGKILL, [2])

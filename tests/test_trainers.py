@@ -81,12 +81,12 @@ def test_windows_and_sinks(workers: Workers, tmp_path: Path, kind: str) -> None:
 
 
 def test_a_data_set_that_is_streamed(workers: Workers, tmp_path: Path) -> None:
-    """Its documents per step are those of plain training on as many ranks."""
-    options = {"streamed": True, "max_steps": 3, "eval_strategy": "no", "accelerator_config": {"dispatch_batches": False}}
+    """Its documents per step are those of plain training on as many ranks, also where an epoch ends."""
+    options = {"streamed": True, "max_steps": 5, "eval_strategy": "no", "accelerator_config": {"dispatch_batches": False}}
     ours, theirs = (workers.run(train, 2, tmp_path, "qwen2", 1, dynamic, options)[0]["log"] for dynamic in (True, False))
     for name in ("loss", "grad_norm"):
         logs = [[entry[name] for entry in log if "loss" in entry] for log in (ours, theirs)]
-        assert len(logs[0]) == 3 and logs[0] == pytest.approx(logs[1], rel=1e-5)
+        assert len(logs[0]) == 5 and logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
 def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
@@ -243,10 +243,12 @@ def with_dropout() -> Any:
         ({"of": with_dropout}, {}, r"model.layers.1.extra is a dropout of 0.1.*set it to 0"),
         ({"of": with_attention_dropout}, {}, r"attention_dropout is 0.1 in the model's config.*set it to 0"),
         ({}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which is not supported: omit it"),
+        ({}, {"accelerator_config": {"even_batches": False}}, "even_batches is False.*set it to True"),
+        ({}, {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True.*omit it"),
         ({}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
         ({}, {"torch_compile": True}, "torch_compile is True"),
     ],
-    ids=["dropout", "attention dropout", "label smoothing", "neftune", "compile"],
+    ids=["dropout", "attention dropout", "label smoothing", "even batches", "dispatched batches", "neftune", "compile"],
 )
 def test_what_cannot_be_exact_is_refused(tmp_path: Path, change: dict[str, Any], options: dict[str, Any], message: str) -> None:
     ours = trainer(tmp_path, **{name: make() for name, make in change.items()}, **options)

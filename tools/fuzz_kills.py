@@ -174,8 +174,7 @@ class Killer:
         if alone and not group.end(TIMEOUT_S + LIMIT_S):
             row.seconds.append(time.monotonic() - began)
             others = [code for rank, code in enumerate(group.codes) if rank not in victims]
-            named = "the store of the run does not answer" if 0 in victims else f"rank {victims[0]} gives no sign of life"
-            if any(others) and named not in group.said:
+            if any(others) and f"rank {victims[0]} gives no sign of life" not in group.said:
                 self.fail(kind, "the others ended without naming it", group)
         return kind
 
@@ -215,7 +214,7 @@ class Soak(Killer):
 
     def sample(self, group: Group) -> None:
         process = Path("/proc", str(group.processes[0].pid))
-        with suppress(OSError):
+        with suppress(OSError, KeyError):  # a process that is ending has no memory
             status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
             files = len([*(process / "fd").iterdir()])
             self.samples.append((int(status["VmRSS"].split()[0]), files, int(status["Threads"])))

@@ -116,7 +116,7 @@ class Machine(Killer):
         self._under_way(run, group)
         rank, began = self.random.randrange(2), time.monotonic()
         group.send(signal.SIGSTOP, [rank])
-        left = Group([group.processes[1 - rank]], group.folder)
+        left = group.part(1 - rank)
         ended = self._ended(kind, row, left, began)
         group.send(signal.SIGKILL, [rank])
         group.end()

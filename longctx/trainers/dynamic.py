@@ -59,15 +59,7 @@ def dynamic_context_parallel(
     sharing = Sharing(described.profile, most, mode, degree, None, args.device)
     _refuse_long_documents(trainer, most * args.world_size)
     attached = Attached(sharing, {"group": None, "kernel": kernel, "device": args.device})
-    models = [trainer.model, *filter(None, [getattr(trainer, "ref_model", None)])]
-    try:
-        for model in (prepared_part(trainer, model) for model in models):
-            before = model.config._attn_implementation
-            prepare(model)
-            attached.attentions.append((model, before))
-    except HuggingFaceError as error:
-        _restore_models(attached)
-        raise TrainerError(str(error)) from error
+    _prepare_models(trainer, attached)
     if args.world_size > 1:
         sharing.group = attached.ring_options["group"] = dist.new_group(timeout=args.ddp_timeout_delta)
         warm_up(sharing.group, args.device)
@@ -98,6 +90,19 @@ def restore(trainer: Any) -> None:
         trainer.data_collator = trainer.data_collator.collate
         trainer.__class__ = type(trainer).__mro__[2]
     del trainer.dynamic
+
+
+def _prepare_models(trainer: Any, attached: Attached) -> None:
+    """Prepares the trainer's model and reference model. Raises TrainerError, and leaves both unchanged."""
+    models = [trainer.model, *filter(None, [getattr(trainer, "ref_model", None)])]
+    try:
+        for model in (prepared_part(trainer, model) for model in models):
+            before = model.config._attn_implementation
+            prepare(model)
+            attached.attentions.append((model, before))
+    except HuggingFaceError as error:
+        _restore_models(attached)
+        raise TrainerError(str(error)) from error
 
 
 def _restore_models(attached: Attached) -> None:

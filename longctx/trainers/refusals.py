@@ -70,6 +70,10 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
     for name, size in sizes.items():
         if size > 1:
             yield f"{name} is {size}: leave it at 1, documents are split by longctx"
+    if not accelerator.even_batches:
+        yield "even_batches is False: ranks would have different numbers of batches, and wait for each other: set it to True"
+    if accelerator.dispatch_batches and hasattr(trainer.train_dataset, "__len__"):
+        yield "dispatch_batches is True, with which rows that repeat others cannot be told: omit it"
     if args.eval_strategy != "no" and not args.prediction_loss_only and trainer.preprocess_logits_for_metrics is not None:
         yield "preprocess_logits_for_metrics needs the logits of whole documents: omit it"
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and accelerator.state.fsdp_plugin.fsdp_version != 2:
@@ -77,6 +81,9 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
 
 
 def _model_problems(trainer: Any) -> Iterator[str]:
+    for config in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {}).values():
+        if config.is_prompt_learning:
+            yield f"{config.peft_type.value} adds virtual tokens to every document: use adapters of matrices, such as LoRA"
     for name, value in trainer.model.config.get_text_config().to_dict().items():
         if name in ("attention_dropout", "attn_pdrop") and value:
             yield f"{name} is {value:g} in the model's config, which would depend on how documents are split: set it to 0"

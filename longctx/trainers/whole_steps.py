@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.attention.huggingface import model_inputs
 from longctx.trainers.attached import Attached
@@ -116,10 +116,13 @@ class WholeSteps:
 
 
 def rows_of_last_batches(loader: Any) -> int:
-    """Returns how many rows all ranks together have in their last batches of an epoch; 0 if these are full."""
+    """Returns how many rows all ranks together have in their last batches of an epoch; 0 if these are full.
+
+    An `IterableDataset` is of unknown length: its last batches keep the rows that accelerate fills them with.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return 0
     sampler: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    if sampler is None:  # an IterableDataset
-        return max(0, int(loader.remainder))
     processes = 1
     while hasattr(sampler, "batch_sampler"):  # accelerate's share of a rank, and its batches after those of a resumed run
         if not getattr(sampler, "split_batches", False):

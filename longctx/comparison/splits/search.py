@@ -171,11 +171,8 @@ def search(
             break
         split = splits[number]
         key = split.tensor, split.pipeline.ranks, split.recompute
-        if key in fastest:
-            limit = min(limit, fastest[key].step_s)
-        if bound >= limit:
-            continue
-        planned = _plan(machine, spec, split, sizes, longest, limit, outcome)
+        limit = min(limit, fastest[key].step_s) if key in fastest else limit
+        planned = None if bound >= limit else _plan(machine, spec, split, sizes, longest, limit, outcome)
         if planned is not None and planned.step_s < limit:
             fastest[key] = planned
     outcome.best = sorted(fastest.values(), key=lambda planned: planned.step_s)[:best]
