@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from tests.trainer_cases import (
     model,
     pad,
     prefer,
+    share,
     train,
 )
 from tests.workers import Workers
@@ -70,6 +72,25 @@ def test_trainer_computes_what_one_plain_process_computes(
     runs = workers.run(train, ranks, tmp_path, "qwen2", accumulation, True, {})
     assert_equal(runs, plain(workers, tmp_path, train, "qwen2", {}))
     assert ranks == 1 or max(runs[0]["degrees"]) >= 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_get_the_tokens_that_they_hold_and_no_others(workers: Workers, ranks: int) -> None:
+    """Documents of one token, without a label, and longer than a rank holds; batches of different sizes, some of them empty."""
+    random = np.random.default_rng(ranks)
+    for _ in range(4):
+        batches = [[[drawn(random) for _ in range(random.integers(0, 4))] for _ in range(2)] for _ in range(ranks)]
+        batches[0][0].append((list(range(ranks * 40)), [-100, *range(1, ranks * 40)]))
+        results = workers.run(share, ranks, batches)
+        assert all(same for same, _ in results)
+        trained = [len(ids) for rank in batches for batch in rank for ids, labels in batch if set(labels[1:]) - {-100}]
+        assert sum(sum(sent) for _, sent in results) == sum(trained), "every token is sent once"
+
+
+def drawn(random: np.random.Generator) -> tuple[list[int], list[int]]:
+    """A document and its labels, of which none or some count."""
+    ids = random.integers(0, 100, random.integers(1, 30)).tolist()
+    return ids, [-100 if random.random() < 0.5 else token for token in ids]
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
@@ -258,6 +279,35 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path, change: dict[str, Any],
     assert ours.model.config._attn_implementation == attention
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ours: setattr(ours.args, "use_liger_kernel", True), "use_liger_kernel is True"),
+        (lambda ours: setattr(ours.args, "_n_gpu", 2), "one process uses 2 GPUs: start a process per GPU"),
+        (lambda ours: setattr(ours, "is_deepspeed_enabled", True), "DeepSpeed is not supported: use FSDP2 or DDP"),
+        (lambda ours: setattr(ours, "get_cp_size", lambda: 2), "cp_size is 2: leave it at 1"),
+        (lambda ours: setattr(ours, "get_sp_size", lambda: 4), "sp_size is 4: leave it at 1"),
+        (lambda ours: setattr(ours, "get_tp_size", lambda: 8), "tp_size is 8: leave it at 1"),
+        (lambda ours: setattr(ours, "aux_loss_enabled", True), "the auxiliary loss of routers"),
+        (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "takes no num_items_in_batch"),
+    ],
+    ids=["liger", "DataParallel", "DeepSpeed", "cp", "sp", "tp", "router loss", "other loss"],
+)
+def test_settings_that_are_refused(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
+    ours = trainer(tmp_path)
+    change(ours)
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def test_prompt_learning_is_refused(tmp_path: Path) -> None:
+    import peft
+
+    tuned = peft.get_peft_model(model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(TrainerError, match="PROMPT_TUNING adds virtual tokens to every document: use adapters of matrices"):
+        dynamic_context_parallel(trainer(tmp_path, of=tuned), tokens_per_rank=200, profile=PROFILE)
+
+
 def test_refusals_of_trainers(tmp_path: Path) -> None:
     from transformers import Trainer
 
@@ -298,6 +348,8 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
         TrainerError, match=f"train_dataset has a document of {LONGEST} tokens, but 1 ranks hold {TOKENS_PER_RANK}"
     ):
         dynamic_context_parallel(ours, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
+    packed = {"input_ids": [[1] * 150], "labels": [[1] * 150], "seq_lengths": [[60, 40, 50]]}
+    dynamic_context_parallel(trainer(tmp_path, data=datasets.Dataset.from_dict(packed)), tokens_per_rank=60, profile=PROFILE)
     streamed = trainer(tmp_path)
     dynamic_context_parallel(streamed, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
     with pytest.raises(TrainerError, match=r"has 90 tokens.*shorten the documents, as SFTConfig's max_length does"):

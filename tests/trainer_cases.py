@@ -145,7 +145,7 @@ def select_fsdp_on_cpus() -> None:
     from accelerate.utils import DistributedType
 
     begin = state.AcceleratorState.__init__
-    if getattr(begin, "selects_fsdp", False):
+    if begin.__name__ == "selecting":
         return
 
     def selecting(self: Any, *given: Any, fsdp_plugin: Any = None, **named: Any) -> None:
@@ -154,7 +154,6 @@ def select_fsdp_on_cpus() -> None:
             self.distributed_type = state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 
-    selecting.selects_fsdp = True  # type: ignore[attr-defined]
     state.AcceleratorState.__init__ = selecting
 
 
@@ -277,3 +276,41 @@ def preferences(kind: str) -> list[dict[str, Any]]:
         if kind == "KTO":
             rows[-1] |= {"completion": words(int(random.integers(2, 12))), "label": bool(number % 2)}
     return rows
+
+
+def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool, list[int]]:
+    """Shares a step of random documents, by rank, batch and document.
+
+    Returns whether this rank got what packing all documents gives it, and how many tokens it sent to every rank.
+    """
+    from longctx.data.packing import pack_documents
+    from longctx.trainers.documents import Document
+    from longctx.trainers.step import Sharing
+
+    rank, sent = dist.get_rank(), []
+    exchange = dist.all_to_all_single
+
+    def counting(received: torch.Tensor, rows: torch.Tensor, counts: list[int], sizes: list[int], **named: Any) -> None:
+        sent.extend(sizes)
+        exchange(received, rows, counts, sizes, **named)
+
+    dist.all_to_all_single = counting
+    try:
+        sharing = Sharing(PROFILE, TOKENS_PER_RANK, "auto", None, dist.group.WORLD, torch.device("cpu"))
+        mine = [[Document(*(np.array(part, np.int32) for part in document)) for document in batch] for batch in batches[rank]]
+        step = sharing.share(mine)
+    finally:
+        dist.all_to_all_single = exchange
+    assert step.plan is not None
+    everything = [document for turn in zip(*batches, strict=True) for batch in turn for document in batch]
+    trained = [(ids, labels) for ids, labels in everything if any(label != -100 for label in labels[1:])]
+    expected, targets = pack_documents(step.plan, rank, *zip(*trained, strict=True))
+    pairs = zip(step.micro_batches, expected, strict=True)
+    same = all(
+        torch.equal(ours.tokens, theirs.tokens)
+        and torch.equal(ours.labels, theirs.labels)
+        and torch.equal(ours.positions, theirs.positions)
+        for ours, theirs in pairs
+    )
+    assert step.tokens == sum(len(ids) for ids, _ in everything)
+    return same and targets == step.targets, sent

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pyarrow import compute
 
 from longctx.attention import warm_up
 from longctx.attention.huggingface import prepare
@@ -152,6 +153,16 @@ def _default_tokens_per_rank(args: Any) -> int:
     return longest * int(args.per_device_train_batch_size)
 
 
+def _longest_document(data: Any) -> int:
+    """Returns the tokens of the longest document of a data set, from offsets alone, also of rows that TRL has packed."""
+    packed, longest = "seq_lengths" in data.column_names, 0
+    for table in data.select_columns("seq_lengths" if packed else "input_ids").with_format("arrow").iter(10_000):
+        (lengths,) = table.columns
+        lengths = compute.list_flatten(lengths) if packed else compute.list_value_length(lengths)
+        longest = max(longest, compute.max(lengths).as_py() or 0)
+    return longest
+
+
 def _refuse_long_documents(trainer: Any, most: int) -> None:
     """Raises TrainerError for a data set with `input_ids` of which a document is longer than all ranks hold."""
     for name in ("train_dataset", "eval_dataset"):
@@ -159,7 +170,7 @@ def _refuse_long_documents(trainer: Any, most: int) -> None:
         for each in data.values() if isinstance(data, dict) else [data]:
             if "input_ids" not in (getattr(each, "column_names", None) or ()) or not hasattr(each, "data"):
                 continue
-            longest = max(map(len, each.with_format("numpy")["input_ids"]), default=0)
+            longest = _longest_document(each)
             if longest > most:
                 raise TrainerError(
                     f"{name} has a document of {longest:,} tokens, but {trainer.args.world_size} ranks hold {most:,}: give "

@@ -122,9 +122,15 @@ class Sharing:
         ]
 
     def _plan(self, lengths: list[int]) -> Plan:
-        request = {"ranks": self.ranks, "tokens_per_rank": self.tokens_per_rank, "profile": self.profile}
         try:
-            plan = make_plan(lengths, **request, mode=self.mode, degree=self.degree)  # type: ignore[arg-type]
+            plan = make_plan(
+                lengths,
+                ranks=self.ranks,
+                tokens_per_rank=self.tokens_per_rank,
+                profile=self.profile,
+                mode=self.mode,
+                degree=self.degree,
+            )
         except PlanError as error:
             raise TrainerError(f"{error}; or shorten the documents, as SFTConfig's max_length does") from error
         self.plans.append(plan)

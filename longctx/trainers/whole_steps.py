@@ -40,14 +40,14 @@ class WholeSteps:
 
     def training_step(self: Any, model: Any, inputs: "_Inputs", num_items_in_batch: Any = None) -> torch.Tensor:
         share, loss = inputs.share, torch.zeros((), device=self.args.device)
+        own: Any = super()  # the trainer
         # FSDP2 would keep whole gradients until the last micro-batch.
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         with self._metrics_of_the_step(share):
             for index, batch in enumerate(share.micro_batches):
                 last = always or index == len(share.micro_batches) - 1
                 with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                    step = super().training_step  # type: ignore[misc]  # of the trainer
-                    loss += step(model, self._inputs(model, batch), num_items_in_batch)
+                    loss += own.training_step(model, self._inputs(model, batch), num_items_in_batch)
         return loss
 
     def prediction_step(
