@@ -20,5 +20,5 @@ class Attached:
 
     sharing: Sharing
     ring_options: dict[str, Any]
-    attentions: list[tuple[Any, str]] = field(default_factory=list)
+    attentions: list[tuple[Any, str]]
     heads: list[PlannedHead] = field(default_factory=list)

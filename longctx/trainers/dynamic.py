@@ -1,6 +1,6 @@
 """Attaches dynamic context parallelism to a trainer, and takes it off."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,20 +57,21 @@ def dynamic_context_parallel(
     most = tokens_per_rank or _default_tokens_per_rank(args)
     check_settings(args.world_size, most, mode, degree, None, None)
     described = _profile(trainer, profile)
-    sharing = Sharing(described.profile, most, mode, degree, None, args.device)
     _refuse_long_documents(trainer, most * args.world_size)
-    attached = Attached(sharing, {"group": None, "kernel": kernel, "device": args.device})
-    _prepare_models(trainer, attached)
+    attentions = _prepare_models(trainer)
+    group = None
     if args.world_size > 1:
-        sharing.group = attached.ring_options["group"] = dist.new_group(timeout=args.ddp_timeout_delta)
-        warm_up(sharing.group, args.device)
+        group = dist.new_group(timeout=args.ddp_timeout_delta)
+        warm_up(group, args.device)
+    sharing = Sharing(described.profile, most, mode, degree, group, args.device)
+    attached = Attached(sharing, {"group": group, "kernel": kernel, "device": args.device}, attentions)
     trainer.dynamic = attached
     if trainer.is_world_process_zero():
         print(*described.lines, f"documents are split over {args.world_size} ranks of {most:,} tokens", sep="\n")
-    for model, attention in attached.attentions:
+    for model, attention in attentions:
         model.generate = _with_own_attention(model, attention)
     if needs_sequences(trainer):
-        attached.heads = [PlannedHead(model, sharing, attached.ring_options) for model, _ in attached.attentions]
+        attached.heads = [PlannedHead(model, sharing, attached.ring_options) for model, _ in attentions]
     else:
         kind = type(trainer)
         trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
@@ -86,28 +87,33 @@ def restore(trainer: Any) -> None:
         head.remove()
     for model, _ in attached.attentions:
         del model.generate
-    _restore_models(attached)
+    _restore_models(attached.attentions)
     if isinstance(trainer, WholeSteps):
         trainer.data_collator = trainer.data_collator.collate
         trainer.__class__ = type(trainer).__mro__[2]
     del trainer.dynamic
 
 
-def _prepare_models(trainer: Any, attached: Attached) -> None:
-    """Prepares the trainer's model and reference model. Raises TrainerError, and leaves both unchanged."""
+def _prepare_models(trainer: Any) -> list[tuple[Any, str]]:
+    """Prepares the trainer's model and reference model, and returns each with the name of its previous attention.
+
+    Raises TrainerError, and leaves both unchanged.
+    """
+    attentions: list[tuple[Any, str]] = []
     models = [trainer.model, *filter(None, [getattr(trainer, "ref_model", None)])]
     try:
         for model in (prepared_part(trainer, model) for model in models):
             before = model.config._attn_implementation
             prepare(model)
-            attached.attentions.append((model, before))
+            attentions.append((model, before))
     except HuggingFaceError as error:
-        _restore_models(attached)
+        _restore_models(attentions)
         raise TrainerError(str(error)) from error
+    return attentions
 
 
-def _restore_models(attached: Attached) -> None:
-    for model, attention in attached.attentions:
+def _restore_models(attentions: Sequence[tuple[Any, str]]) -> None:
+    for model, attention in attentions:
         restore_linear(model)
         model.set_attn_implementation(attention)
 

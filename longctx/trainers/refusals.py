@@ -74,7 +74,7 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
         yield "even_batches is False: ranks would have different numbers of batches, and wait for each other: set it to True"
     if accelerator.dispatch_batches and hasattr(trainer.train_dataset, "__len__"):
         yield "dispatch_batches is True, with which rows that repeat others cannot be told: omit it"
-    if args.eval_strategy != "no" and not args.prediction_loss_only and trainer.preprocess_logits_for_metrics is not None:
+    if trainer.preprocess_logits_for_metrics is not None:
         yield "preprocess_logits_for_metrics needs the logits of whole documents: omit it"
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and accelerator.state.fsdp_plugin.fsdp_version != 2:
         yield "FSDP version 1 is not supported: set fsdp_version to 2"

@@ -63,7 +63,7 @@ class WholeSteps:
         return loss / self.dynamic.sharing.ranks, None, None
 
     def predict(self: Any, *arguments: Any, **named: Any) -> Any:
-        """Predicts with the model's own attention, as the logits of whole documents are wanted."""
+        """Refuses: logits of documents that are split over ranks are not gathered."""
         raise TrainerError("predict needs the logits of whole documents: call restore(trainer) first")
 
     def _shared(self: Any, batches: Sequence[Mapping[str, Any]]) -> Share:
