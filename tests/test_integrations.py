@@ -13,15 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
+from longctx.attention import RingAttention
 from longctx.comparison.baselines import plan_baseline
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.planning.assignment import Assignment
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.step import Step
 from rivals import RIVALS
 from tests.marks import examples
+from tests.workers import Workers
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "integrations"
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -170,3 +174,74 @@ def test_verl_runs_the_plan(megatron: Any) -> None:
     assert rows == len(megatron.scheduled(lengths, 16, 16384, H100))
     runs = Counter(length for each in by_rank for row in each for length in row["input_ids"].offsets().diff().tolist())
     assert set(runs) == set(lengths)
+
+
+# --- torchtitan's inner attention
+
+
+def titan_steps(documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor], dict[int, int]]:
+    """On each rank: loss, gradients and degrees of a step of the example, with torchtitan's own model."""
+    example = load("torchtitan_attention")
+    model = example.build_model()
+    loss, plan = example.forward_backward(model, documents)
+    return loss, [parameter.grad for parameter in model.parameters()], plan.degrees
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 70, 1]])
+def test_torchtitan_equals_one_unpacked_process(workers: Workers, lengths: list[int] | None) -> None:
+    titan = pytest.importorskip("torchtitan.models.common.attention", reason="torchtitan is not installed")
+    example = load("torchtitan_attention")
+    model = example.build_model()
+    for layer in model.layers.values():
+        layer.attention.inner_attention = titan.ScaledDotProductAttention(None)
+    documents = example.read_documents(0)
+    if lengths is not None:
+        documents = [torch.arange(length) for length in lengths]
+    targets, loss = sum(len(document) - 1 for document in documents), 0.0
+    for document in documents:
+        logits = model(document.unsqueeze(0), positions=torch.arange(len(document)).unsqueeze(0))[0]
+        part = F.cross_entropy(logits[:-1], document[1:], reduction="sum") / targets
+        part.backward()
+        loss += part.item()
+    for ring_loss, gradients, degrees in workers.run(titan_steps, 2, documents):
+        assert lengths or set(degrees) == {1, 2}
+        assert ring_loss == pytest.approx(loss, abs=1e-5)
+        torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()], atol=1e-5, rtol=0)
+
+
+def stand_in_for_titan() -> dict[str, ModuleType]:
+    """Modules with what the example imports of torchtitan's: its base class of modules, and configs of models (none)."""
+
+    class Module(torch.nn.Module):
+        class Config:
+            pass
+
+    names = [
+        "torchtitan",
+        "torchtitan.models",
+        "torchtitan.models.llama3",
+        "torchtitan.protocols",
+        "torchtitan.protocols.module",
+    ]
+    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
+    modules["torchtitan.models.llama3"].llama3_configs = {}
+    modules["torchtitan.protocols.module"].Module = Module
+    return modules
+
+
+def test_torchtitans_inner_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchtitan: the layer against dense attention, and what it refuses."""
+    for name, module in stand_in_for_titan().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    layer = load("torchtitan_attention").RingInnerAttention(None)
+    attention = RingAttention(Layout.of([Placement(0, 0, 1), Placement(1, 0, 1)], (9, 5), 0, 0))
+    q, k, v = (torch.randn(1, 14, heads, 8) for heads in (4, 2, 2))
+    out = layer(q, k, v, attention_masks=attention, scale=8**-0.5, enable_gqa=True)
+    for part in (slice(0, 9), slice(9, 14)):
+        heads_first = (tensor[:, part].transpose(1, 2) for tensor in (q, k, v))
+        expected = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+        torch.testing.assert_close(out[:, part], expected)
+    with pytest.raises(ValueError, match="got NoneType for 1 rows"):
+        layer(q, k, v, attention_masks=None)
+    with pytest.raises(ValueError, match=r"scale is 0\.5"):
+        layer(q, k, v, attention_masks=attention, scale=0.5)
