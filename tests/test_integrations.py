@@ -22,6 +22,7 @@ from longctx.planning.assignment import Assignment
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import PlanError
+from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.step import Step
 from rivals import RIVALS
 from tests.marks import examples
@@ -134,6 +135,7 @@ def test_plans_for_megatron_are_no_slower_than_its_own(megatron: Any, mix: str, 
     ours = Step(H100, np.array(lengths), ranks, most, None, None, None).score(places).makespan_ns / 1e9
     theirs = plan_baseline("megatron-dev", lengths, ranks=ranks, tokens_per_rank=most, profile=H100, baselines=RIVALS)
     assert ours <= theirs.makespan_s
+    assert ours <= 1.06 * make_plan(lengths, ranks=ranks, tokens_per_rank=most, profile=H100).makespan_s
 
 
 def placed(rows: Any, documents: int) -> Any:
