@@ -278,9 +278,9 @@ def trainers_sentence() -> list[str]:
     rows = [row for row in rows_of("trainers") if row["way"] == "longctx"]
     cpu, wait = (max(float(row[name]) for row in rows) for name in ("sharing_cpu_share", "sharing_wait_share"))
     text = (
-        f"Planning and the exchange of token ids took at most {cpu:.1%} of a rank's CPU time, and steps waited at most {wait:.1%} "
-        f"of their time for them. Medians of {len(rows)} rounds on {rows[0]['ranks']} processes, {rows[0]['date']}, "
-        f"transformers {rows[0]['transformers']}, TRL {rows[0]['trl']}."
+        f"Planning and the exchange of token ids took at most {cpu:.1%} of a rank's CPU time, and steps waited at "
+        f"most {wait:.1%} of their time for them. Medians of {len(rows)} rounds on {rows[0]['ranks']} processes, "
+        f"{rows[0]['date']}, transformers {rows[0]['transformers']}, TRL {rows[0]['trl']}."
     )
     return textwrap.wrap(text, 160)
 
