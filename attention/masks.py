@@ -11,7 +11,7 @@ import torch
 
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
-from longctx.planning.tree import Node, Tree
+from longctx.planning.tree import Tree
 
 
 class MaskError(UserError):
@@ -79,10 +79,10 @@ class Mask:
             )
         areas = []
         for number, node in enumerate(tree.nodes):
-            path = self.areas(document, node.above + node.stop - node.start)
+            path = self.areas(document, node.positions[1])
             # Without a window, all tokens below a node see it whole.
             for other in tree.path(number) if self.window is not None else [node]:
-                cuts = (area.cut(_on_path(node), _on_path(other)) for area in path)
+                cuts = (area.cut(node.positions, other.positions) for area in path)
                 areas += [_moved(cut, node.start - node.above, other.start - other.above) for cut in cuts if not cut.empty]
             if self.window is None and node.stop < node.end:
                 areas.append(Segment(node.stop, node.end, node.start, node.stop))
@@ -99,11 +99,6 @@ class Mask:
             seen &= key <= query
         prompt = self.prefix.get(document, 0)
         return seen | ((query < prompt) & (key < prompt))
-
-
-def _on_path(node: Node) -> tuple[int, int]:
-    """Returns the positions of a node's tokens on their path."""
-    return node.above, node.above + node.stop - node.start
 
 
 def _moved(area: Segment, queries: int, keys: int) -> Segment:

@@ -33,6 +33,11 @@ class Node(NamedTuple):
     end: int
     above: int
 
+    @property
+    def positions(self) -> tuple[int, int]:
+        """Positions [start, stop) of its own tokens on every path through it."""
+        return self.above, self.above + self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -83,7 +88,7 @@ class Tree:
     @cached_property
     def longest(self) -> int:
         """Number of tokens of the longest sequence."""
-        return max(node.above + node.stop - node.start for node in self.nodes)
+        return max(node.positions[1] for node in self.nodes)
 
     @cached_property
     def pairs(self) -> int:
