@@ -1,12 +1,13 @@
 """Plans with trees, the merging of sequences to trees, and the packing of trees beside other documents."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.check import check_plan
@@ -19,13 +20,13 @@ from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.tree import Tree
+from longctx.plots.bins import fill_bins
+from longctx.plots.timeline import timeline
 from tests.marks import examples
 from tests.test_plan_properties import H100, profiles, requests
 from tests.tree_cases import sequences, tree_of, trees
 
 WIDE = tree_of((2048, *[256] * 8))
-LONG = {"linear_s_per_token": 1e-9, "attention_s_per_token2": 1e-6}
-"""Only attention takes time."""
 
 
 @st.composite
@@ -80,16 +81,49 @@ def test_a_tree_of_one_path_is_planned_as_the_document(request: dict[str, Any], 
     assert "trees" not in plain.to_json() and replace(plan, trees={}).hash == plain.hash
 
 
-def test_a_tree_costs_its_own_area_everywhere() -> None:
-    """Attention alone: costs, bounds and those of Ulysses degrees are in proportion to the area."""
-    profile = replace(H100, **LONG, attention_efficiency=((1, 1.0),), launch_s=0, step_s=0, overlap=1.0, latency_s=0)
-    lengths, request = [WIDE.length] * 4, {"ranks": 4, "tokens_per_rank": 8192, "profile": profile}
-    share = WIDE.pairs / WIDE.length**2
-    for mode in ("auto", "static", "bins"):
-        plan, plain = (make_plan(lengths, **request, mode=mode, trees=each) for each in (dict.fromkeys(range(4), WIDE), {}))
-        for cost in (lambda p: p.makespan_s, lambda p: p.lower_bound_s, tight_bound_s, lambda p: micro_batch_ns(p, 0, 2, 8, 8)):
-            assert cost(plan) / cost(plain) == pytest.approx(share, rel=0.01)
-    assert share < 0.8
+class Quarter(Tree):
+    """A tree whose area is a quarter of that of a document."""
+
+    @property
+    def pairs(self) -> Any:
+        return self.length**2 / 4
+
+
+def long_and_short(documents: int, ranks: int) -> dict[str, Any]:
+    lengths = [int(x) for x in np.geomspace(60, 120_000, documents)]
+    return {"lengths": lengths, "ranks": ranks, "tokens_per_rank": 16384}
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(requests(), profiles(), st.sampled_from(["auto", "static", "bins"]), st.sampled_from([NO_PIPELINE, Pipeline(3)]))
+@example(long_and_short(80, 16), H100, "auto", NO_PIPELINE)
+@example(long_and_short(12, 64), H100, "auto", NO_PIPELINE)
+@example(long_and_short(30, 16), H100, "static", NO_PIPELINE)
+@example(long_and_short(30, 16), H100, "auto", Pipeline(3))
+def test_all_costs_and_bounds_use_the_area(
+    request: dict[str, Any], profile: HardwareProfile, mode: str, pipeline: Pipeline
+) -> None:
+    """With a quarter of the area, all is as on a device with four times the attention."""
+    lengths, ranks = request["lengths"], request["ranks"]
+    request = request | {"mode": mode, "pipeline": pipeline, "bins": None if mode == "static" else {max(lengths): ranks}}
+    fast = replace(profile, attention_s_per_token2=profile.attention_s_per_token2 / 4)
+    quarters = {document: Quarter((length,), (-1,)) for document, length in enumerate(lengths)}
+    try:
+        expected = make_plan(**request, profile=fast)
+    except PlanError:
+        return
+    plan = make_plan(**request, profile=profile, trees=quarters)
+    assert (plan.micro_batches, plan.cost, tight_bound_s(plan)) == (
+        expected.micro_batches,
+        expected.cost,
+        tight_bound_s(expected),
+    )
+    assert plan_score(plan).makespan_ns == plan_score(expected).makespan_ns
+    assert timeline(plan).blocks == timeline(expected).blocks
+    assert fill_bins(plan, {max(lengths): 1}) == fill_bins(expected, {max(lengths): 1})
+    for micro_batch in range(len(plan.micro_batches)):
+        swapping = math.gcd(ranks, profile.ranks_per_node)
+        assert len({micro_batch_ns(each, micro_batch, swapping, swapping, swapping) for each in (plan, expected)}) == 1
 
 
 def test_the_plan_says_which_documents_are_trees() -> None:
