@@ -193,7 +193,8 @@ def model_inputs(
         device: device of the model.
 
     Raises:
-        HuggingFaceError: for a model that is not prepared, or documents that are too long for its RoPE.
+        HuggingFaceError: for a model that is not prepared, documents that are too long for its RoPE, or weights of rows with
+            the model's own loss.
     """
     source = getattr(batch, "source", None)
     prepared = _check_call(model, [batch.layout] if source is None else [source.layout, batch.layout])
@@ -214,10 +215,21 @@ def model_inputs(
         layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
         inputs["ring_attention"] = ByRole({role: _rings(layouts[role], role == "decoder", options) for role in ROLES})
     if target_tokens is not None:
+        _refuse_weights(batch)
         # `labels` makes the model compute a loss; it computes the loss from `shift_labels`.
         labels = _row(batch.labels, device, -100)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
     return inputs
+
+
+def _refuse_weights(batch: PackedTokens) -> None:
+    """Raises HuggingFaceError if some rows have a weight, which a model's own loss does not know."""
+    weights = getattr(batch, "weights", None)
+    if weights is not None and bool((weights[batch.labels != -100] != 1).any()):
+        raise HuggingFaceError(
+            "rows of the batch have weights other than 1, as merged sequences share their loss, but the model's own loss has "
+            "none: leave target_tokens out, and compute the loss from the model's output, batch.labels and batch.weights"
+        )
 
 
 def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> torch.Tensor:
@@ -256,7 +268,7 @@ def _check_call(model: torch.nn.Module, layouts: Sequence[Layout]) -> Any:
             else f"{name} is no encoder-decoder, but the batch has a source: make it with pack_documents"
         )
     for config, layout in zip(configs, layouts, strict=True):
-        check_length(config, max((shard.length for shard in layout.shards), default=0))
+        check_length(config, max((shard.longest for shard in layout.shards), default=0))
     return prepared
 
 

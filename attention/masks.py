@@ -11,6 +11,7 @@ import torch
 
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
+from longctx.planning.tree import Tree
 
 
 class MaskError(UserError):
@@ -64,6 +65,29 @@ class Mask:
         ]
         return [area for area in areas if not area.empty]
 
+    def tree_areas(self, document: int, tree: Tree) -> list[Segment]:
+        """Returns the same for a tree: on every path its tokens see what they would see in the sequence alone.
+
+        Raises MaskError if a token would see later ones that are not on all paths through the token.
+        """
+        prompt, root = self.prefix.get(document, 0), tree.lengths[0]
+        if not self.causal or prompt > root:
+            raise MaskError(
+                f"document {document} is a tree, whose sequences share only their first {root} tokens, and with "
+                f"causal={self.causal} and prefix {prompt} others would see what comes later in some of them: use a causal "
+                f"mask and a prefix of at most {root}, or do not merge sequences"
+            )
+        areas = []
+        for number, node in enumerate(tree.nodes):
+            path = self.areas(document, node.positions[1])
+            # Without a window, all tokens below a node see it whole.
+            for other in tree.path(number) if self.window is not None else [node]:
+                cuts = (area.cut(node.positions, other.positions) for area in path)
+                areas += [_moved(cut, node.start - node.above, other.start - other.above) for cut in cuts if not cut.empty]
+            if self.window is None and node.stop < node.end:
+                areas.append(Segment(node.stop, node.end, node.start, node.stop))
+        return areas
+
     def visible(self, document: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Returns a boolean tensor [length, length]: the keys that each query sees. Dense, for references and tests."""
         query = torch.arange(length, device=device).unsqueeze(1)
@@ -75,6 +99,12 @@ class Mask:
             seen &= key <= query
         prompt = self.prefix.get(document, 0)
         return seen | ((query < prompt) & (key < prompt))
+
+
+def _moved(area: Segment, queries: int, keys: int) -> Segment:
+    """Returns an area whose queries and keys are so much later."""
+    starts = area.q_start + queries, area.q_stop + queries, area.k_start + keys, area.k_stop + keys
+    return Segment(*starts, area.lo, area.hi)
 
 
 CAUSAL = Mask()

@@ -48,6 +48,10 @@ def pool_documents(
             raise AttentionInputError(
                 f"the layout has document {shard.document}, but documents is {documents}: give the length of plan.lengths"
             )
+        if shard.tree is not None:
+            raise AttentionInputError(
+                f"document {shard.document} is a tree, whose sequences share tokens: pool documents without merged prefixes"
+            )
         rows = states[shard.offset : shard.offset + shard.tokens]
         if how == "mean":
             vectors.append(rows.sum(0, keepdim=True) / shard.length)

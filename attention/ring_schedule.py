@@ -156,7 +156,7 @@ class _HeldDocument:
             raise ValueError(f"rounds is {queries.rounds}: must be at least 1, which gathers everything at once")
         if queries is keys:
             ranks, seat = list(map(keys.rank_of, range(keys.degree))), keys.ring_index
-            areas = mask.areas(keys.document, keys.length)
+            areas = mask.areas(keys.document, keys.length) if keys.tree is None else mask.tree_areas(keys.document, keys.tree)
         else:
             ends = [shard.rank_of(index) for shard in (queries, keys) for index in (0, shard.degree - 1)]
             ranks, seat = list(range(min(ends), max(ends) + 1)), rank - min(ends)

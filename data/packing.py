@@ -44,9 +44,10 @@ class MicroBatch:
         tokens: int64 `[T]`; padding is 0.
         labels: int64 `[T]`; the next token of the same document, or with masking the token itself; -100 without a target and
             in padding.
-        positions: int64 `[T]`; position in the document, from 0; padding is 0.
+        positions: int64 `[T]`; position in the document, or on the path of a tree, from 0; padding is 0.
         later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
             for multi-token prediction; 0 and -100 behind its end and in padding.
+        weights: float32 `[T]`; factor of the loss of every row, where sequences were merged; None: 1.
         source: what an encoder-decoder's encoder reads; None for other models. The other fields then describe the target:
             tokens are the start token and target[:-1], labels are the target.
     """
@@ -59,6 +60,7 @@ class MicroBatch:
     later_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     later_labels: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     source: "EncoderInput | None" = None
+    weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def pack_documents(
     pad_to_multiple_of: int = 1,
     shift: bool = True,
     ahead: int = 0,
+    weights: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[list[MicroBatch], int]:
     """Returns a rank's share of every micro-batch of a step, from documents in memory, for use in your own trainer.
 
@@ -161,13 +164,19 @@ def pack_documents(
         documents: token ids `[tokens]` of each document, by the plan's document index.
         labels: as long as the documents and NOT shifted, -100 where a token is not a target; None: the documents.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
-        shift: whether a token predicts the next label; False: the label in its own place, for encoders.
+        shift: whether a token predicts the next label; False: the label in its own place, for encoders and trees.
         ahead: number of later tokens and labels for every token, for multi-token prediction.
+        weights: factor of the loss of every row of each document; None: 1.
 
     Returns the micro-batches in the order of the plan, and the number of targets of the whole step over all ranks: divide the
     sum of token losses by it, and sum gradients over the ranks.
-    Raises PackingError if documents, labels and plan do not match.
+    Raises PackingError if documents, labels and plan do not match, or if next tokens are needed of a tree.
     """
+    if plan.trees and (shift or ahead):
+        raise PackingError(
+            f"the plan has {len(plan.trees)} trees, in which a token may have several next ones, but shift is {shift} and "
+            f"ahead {ahead}: pack what merge_prefixes returns by pack_merged, without multi-token prediction"
+        )
     tokens = _arrays("documents", documents, plan)
     unshifted = tokens if labels is None else _arrays("labels", labels, plan)
     targets = [np.append(label[1:], IGNORED_LABEL) for label in unshifted] if shift else unshifted
@@ -177,7 +186,7 @@ def pack_documents(
 
     layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
     target_tokens = sum(int((target != IGNORED_LABEL).sum()) for target in targets)
-    return [fill(layout, read, pad_to_multiple_of, ahead) for layout in layouts], target_tokens
+    return [fill(layout, read, pad_to_multiple_of, ahead, weights) for layout in layouts], target_tokens
 
 
 def pack_seq2seq(
@@ -224,7 +233,9 @@ def pack_seq2seq(
 
 
 def _check_seq2seq(plan: Plan, sources: list[Ids], targets: list[Ids], labels: list[Ids]) -> None:
-    """Raises PackingError if the documents do not match the plan, or have an empty part."""
+    """Raises PackingError if the documents do not match the plan, have an empty part, or are trees."""
+    if plan.trees:
+        raise PackingError(f"the plan has {len(plan.trees)} trees, which encoder-decoders cannot read: plan without trees")
     if not len(sources) == len(targets) == len(labels) == len(plan.lengths):
         raise PackingError(
             f"there are {len(sources)} sources, {len(targets)} targets and {len(labels)} labels, but the plan has "
@@ -258,12 +269,22 @@ def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[Ids]:
     return arrays
 
 
-def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1, ahead: int = 0) -> MicroBatch:
-    """Returns a rank's share of a micro-batch, from a function that reads spans of documents; empty spans may be read, too."""
+def fill(
+    layout: Layout,
+    read: Read,
+    pad_to_multiple_of: int = 1,
+    ahead: int = 0,
+    weights: Sequence[npt.NDArray[np.float64]] | None = None,
+) -> MicroBatch:
+    """Returns a rank's share of a micro-batch, from a function that reads spans of documents; empty spans may be read, too.
+
+    `weights`: factors of the loss of the rows of each document.
+    """
     padded = -(-layout.tokens // pad_to_multiple_of) * pad_to_multiple_of
     tokens = np.zeros((padded, 1 + ahead), np.int64)
     labels = np.full((padded, 1 + ahead), IGNORED_LABEL, np.int64)
     positions = np.zeros(padded, np.int64)
+    factors = np.zeros(padded, np.float32)
     for shard in layout.shards:
         row = shard.offset
         for start, stop in (shard.head, shard.tail):
@@ -272,7 +293,9 @@ def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1, ahead: int = 0
                 for columns, values in zip((tokens, labels), spans, strict=True):
                     seen = values[further : further + stop - start]
                     columns[row : row + len(seen), further] = seen
-            positions[row : row + stop - start] = np.arange(start, stop)
+            positions[row : row + stop - start] = shard.positions(start, stop)
+            if weights is not None:
+                factors[row : row + stop - start] = weights[shard.document][start:stop]
             row += stop - start
     all_tokens, all_labels = torch.from_numpy(tokens), torch.from_numpy(labels)
     return MicroBatch(
@@ -283,4 +306,5 @@ def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1, ahead: int = 0
         torch.from_numpy(positions),
         all_tokens[:, 1:].contiguous(),
         all_labels[:, 1:].contiguous(),
+        weights=None if weights is None else torch.from_numpy(factors),
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
 from longctx.planning.layout import Layout, Placement
+from longctx.planning.tree import Trees
 
 
 def in_rounds(placements: Sequence[Placement], rounds: int | tuple[int, ...]) -> list[Placement]:
@@ -43,9 +44,10 @@ class Case:
     ranks_per_node: int | None = None
     ulysses_degree: int = 1
     across: Any = None
+    trees: Trees = field(default_factory=dict)
 
     def layout(self, rank: int) -> Layout:
-        return Layout.of(in_rounds(self.placements, self.exchange_rounds), self.lengths, 0, rank)
+        return Layout.of(in_rounds(self.placements, self.exchange_rounds), self.lengths, 0, rank, self.trees)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k, v and dout of all documents, concatenated, in `dtype`."""

@@ -41,10 +41,11 @@ from longctx.attention.masks import Mask
 from longctx.attention.ring_schedule import Schedule
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
-from longctx.planning.layout import Placement
+from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
 from tests.flash_fakes import deterministic_calls, installed, margins, module_of
 from tests.marks import examples
+from tests.tree_cases import TURNS
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 
@@ -154,6 +155,15 @@ def test_every_library_computes_the_segments(drawn: Drawn, seed: int, cap: float
 )
 def test_bands_and_segments_at_the_edge(drawn: Drawn) -> None:
     check(LIBRARIES, drawn)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=9, sinks=2)], ids=["whole", "window"])
+def test_segments_of_trees(mask: Mask) -> None:
+    for rank in range(3):
+        layout = Layout.of([Placement(0, 0, 3)], [TURNS.length], 0, rank, {0: TURNS})
+        for call in Schedule.build(layout, mask=mask).calls:
+            rows = [max(stops) for stops in zip(*((each.q_stop, each.k_stop) for each in call.segments), strict=True)]
+            check(LIBRARIES, (list(call.segments), rows[0], rows[1]))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -15,6 +15,7 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards, le
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import MODES, Plan, PlanError
+from longctx.planning.tree import Trees
 
 MOST_RANKS = 1 << 14
 """Largest domain; in planning, time grows with its square."""
@@ -71,6 +72,18 @@ def check_lengths(lengths: Sequence[int], ranks: int, tokens_per_rank: int, prof
     return sizes
 
 
+def check_trees(trees: Trees, lengths: Sequence[int]) -> None:
+    """Raises PlanError if trees are not those of documents of these lengths."""
+    for document, tree in trees.items():
+        exists = _is_whole(document, least=0) and document < len(lengths)
+        if not exists or tree.length != lengths[document]:
+            length = f"has length {lengths[document]}" if exists else f"is not one of the {len(lengths)} documents"
+            raise PlanError(
+                f"document {document} is given as a tree of {tree.length} tokens, but {length}: give the lengths of all "
+                "documents, and for a tree the sum of its nodes"
+            )
+
+
 def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_rank: int) -> str:
     document = int(unfit[lengths[unfit].argmax()])
     length = lengths[[document]]
@@ -106,6 +119,7 @@ def _whole(name: str, value: Any, most: int) -> None:
 def check_plan(plan: Plan) -> None:
     """Raises PlanError if a plan breaks a guarantee; names the document, micro-batch and rank."""
     _check_form(plan)
+    check_trees(plan.trees, plan.lengths)
     _check_documents(plan)
     _check_tokens(plan)
 

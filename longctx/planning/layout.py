@@ -8,6 +8,11 @@ empty chunks takes no part in the document. This is the zigzag placement of Llam
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.planning.tree import NO_TREES, Tree, Trees
+
 Span = tuple[int, int]
 """Half-open range of token positions inside a document."""
 
@@ -94,6 +99,8 @@ class Shard:
     """Number of exchange rounds; see `Placement`."""
     stride: int = 1
     """Distance between neighbouring ranks of the ring."""
+    tree: Tree | None = None
+    """Shape of a document that is a tree."""
 
     @property
     def head_tokens(self) -> int:
@@ -106,6 +113,15 @@ class Shard:
     @property
     def tokens(self) -> int:
         return self.head_tokens + self.tail_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: of a tree its longest path."""
+        return self.length if self.tree is None else self.tree.longest
+
+    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Returns the position ids of tokens [start, stop): in a tree, the number of tokens before each on its path."""
+        return np.arange(start, stop) if self.tree is None else self.tree.positions[start:stop]
 
     def rows(self, start: int, stop: int) -> range:
         """Returns the buffer rows of positions [start, stop), which are in one chunk, or in both if the chunks are adjacent."""
@@ -142,12 +158,14 @@ class Layout:
     shards: tuple[Shard, ...]
 
     @classmethod
-    def of(cls, placements: Iterable[Placement], lengths: Sequence[int], micro_batch: int, rank: int) -> "Layout":
+    def of(
+        cls, placements: Iterable[Placement], lengths: Sequence[int], micro_batch: int, rank: int, trees: Trees = NO_TREES
+    ) -> "Layout":
         """Builds the layout of `rank` from the placements of a micro-batch; `lengths` are tokens by document."""
         shards: list[Shard] = []
         offset = 0
         for placement in sorted(placements, key=lambda p: (p.first_rank, p.document)):
-            shard = _shard(placement, lengths[placement.document], rank, offset)
+            shard = _shard(placement, lengths[placement.document], rank, offset, trees.get(placement.document))
             if shard.tokens:
                 shards.append(shard)
                 offset += shard.tokens
@@ -242,9 +260,9 @@ class CrossLayout:
         return self.sources.tokens
 
 
-def _shard(placement: Placement, length: int, rank: int, offset: int) -> Shard:
+def _shard(placement: Placement, length: int, rank: int, offset: int, tree: Tree | None = None) -> Shard:
     """Returns the shard of a rank; its ring index is out of range and it has no token if the rank is outside the ring."""
     p = placement
     index = p.ring_index(rank)
     head, tail = ((span(length, p.degree, index) if rank in p.ring else (0, 0)) for span in (head_span, tail_span))
-    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset, p.rounds)
+    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset, p.rounds, tree=tree)

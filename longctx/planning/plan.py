@@ -7,7 +7,7 @@ and ranks compare its hash. Costs are integer nanoseconds, so plans agree bit by
 import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from longctx.errors import UserError
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.tree import Trees
 
 VERSION = 3
 Mode = Literal["auto", "static", "bins"]
@@ -64,6 +65,7 @@ class Plan:
         pipeline: pipeline that runs the micro-batches.
         cost: modelled cost; None if the plan was not scored.
         planning_ms: planning time in milliseconds; not part of the hash.
+        trees: documents that are trees, by document.
     """
 
     mode: str
@@ -76,6 +78,7 @@ class Plan:
     pipeline: Pipeline = NO_PIPELINE
     cost: PlanCost | None = None
     planning_ms: float = 0.0
+    trees: Trees = field(default_factory=dict, hash=False)
 
     @property
     def score(self) -> PlanCost:
@@ -125,7 +128,7 @@ class Plan:
             raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(self.micro_batches)}, counted from 0")
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not in this plan's domain of {self.ranks} ranks, counted from 0")
-        return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank)
+        return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.trees)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data for `json.dump`."""
@@ -144,4 +147,5 @@ class Plan:
             **({} if self.cost is None else asdict(self.cost)),
             "pipeline": asdict(self.pipeline),
             "planning_ms": self.planning_ms,
+            **({"trees": {str(document): asdict(tree) for document, tree in self.trees.items()}} if self.trees else {}),
         }

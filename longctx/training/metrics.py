@@ -16,6 +16,7 @@ import torch
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.tree import NO_TREES, Trees
 from longctx.step_log import LOG, read_log
 from longctx.training.health import Spikes
 from longctx.training.objectives.balance import STATISTICS
@@ -221,14 +222,15 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 """Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data sheets."""
 
 
-def model_flops(spec: ModelSpec, lengths: Sequence[int]) -> int:
-    """Returns the FLOPs of forward and backward over documents of these lengths. `spec` must have `vocab_size`.
+def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
+    """Returns the FLOPs of forward and backward over documents of these lengths, with `trees` among them.
 
-    Counts two operations per matrix weight and token, attention inside each document (to earlier tokens, in encoders to all),
-    and twice that in backward, less the gradients of frozen weights. Recomputation and padding are not counted.
+    `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
+    tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding are
+    not counted.
     """
     frozen = spec.multiplied_parameters - spec.trained_parameters if spec.adapted else 0
-    return FORWARD_AND_BACKWARD * spec.flops(lengths) - 2 * frozen * sum(lengths)
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) - 2 * frozen * sum(lengths)
 
 
 def gpu_kind(device_name: str) -> str | None:

@@ -208,7 +208,7 @@ class Trainer:
             peak = peak_flops(torch.cuda.get_device_name(device), self.config.dtype)
         if peak is None:
             return None
-        return model_flops(self.model.spec, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
+        return model_flops(self.model.spec, batch.plan.lengths, batch.plan.trees) / (seconds * peak * self.mesh.world_size)
 
     def _gather(self, batch: StepBatch, losses: torch.Tensor, squares: float) -> dict[str, torch.Tensor]:
         """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once.

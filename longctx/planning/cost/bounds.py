@@ -16,8 +16,10 @@ import numpy as np
 from longctx.planning.assignment import NEVER, Integers, largest_shards
 from longctx.planning.cost.model import (
     NANOSECONDS,
+    Floats,
     StepTimes,
     attention_ns,
+    attention_pairs,
     exposed_ns,
     fixed_ns,
     gather_ns,
@@ -30,6 +32,7 @@ from longctx.planning.cost.model import (
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
+from longctx.planning.tree import NO_TREES
 
 ROUNDING = 2
 """Error in nanoseconds of choosing a whole number of micro-batches K."""
@@ -38,13 +41,18 @@ MOST = 512
 
 
 def plan_cost(
-    timed: StepTimes, profile: HardwareProfile, lengths: Integers, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
+    timed: StepTimes,
+    profile: HardwareProfile,
+    lengths: Integers,
+    tokens_per_rank: int,
+    pipeline: Pipeline = NO_PIPELINE,
+    pairs: Floats | None = None,
 ) -> PlanCost:
-    """Returns the modelled cost of a scored assignment together with the lower bound."""
+    """Returns the modelled cost of a scored assignment together with the lower bound; `pairs` as in `cost.model`."""
     ranks = timed.time.shape[1]
     return PlanCost(
         makespan_s=timed.makespan_ns / NANOSECONDS,
-        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
+        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline, pairs) / NANOSECONDS,
         exposed_share=timed.exposed_share,
         idle_share=timed.idle_share,
         bubble_share=timed.bubble_ns / max(1, timed.makespan_ns),
@@ -52,7 +60,12 @@ def plan_cost(
 
 
 def step_bound_ns(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
+    profile: HardwareProfile,
+    lengths: Integers,
+    ranks: int,
+    tokens_per_rank: int,
+    pipeline: Pipeline = NO_PIPELINE,
+    pairs: Floats | None = None,
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly spread, on a free network.
 
@@ -60,7 +73,7 @@ def step_bound_ns(
     pipeline with K micro-batches the longest takes at least 1/K of all work, and K is at most the number of documents.
     """
     least = -(-lengths // tokens_per_rank)
-    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank)
+    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank, pairs)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     return bound + bubble_bound_ns(profile, pipeline, bound, launches, len(lengths))
 
@@ -81,39 +94,55 @@ def bubble_bound_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, la
     return max(0, least - ROUNDING)
 
 
-def even_work_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:
+def even_work_bound_ns(
+    profile: HardwareProfile,
+    lengths: Integers,
+    degrees: Integers,
+    ranks: int,
+    tokens_per_rank: int,
+    pairs: Floats | None = None,
+) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
-    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees)).astype(np.int64)
+    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, pairs)).astype(np.int64)
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
     return fixed + (int(attention.sum()) + int(linear.sum())) // ranks
 
 
-def tight_step_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+def tight_step_bound_ns(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pairs: Floats | None = None
+) -> int:
     """Returns the tight lower bound on step time, ≥ `step_bound_ns`. Every document must fit at some degree."""
-    beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank)
+    pairs = attention_pairs(lengths, NO_TREES) if pairs is None else pairs
+    beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank, pairs)
     least = -(-lengths // tokens_per_rank)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
-    longest, which = np.unique(lengths, return_inverse=True)
-    longest = longest[-MOST:]
-    table = document_bound_ns(profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank)
-    looked_at = lengths >= longest[0]
-    row = which[looked_at] - (int(which.max()) + 1 - len(longest))
+    # Documents of equal length and area, by length.
+    _, first, which = np.unique(lengths + 1j * pairs, return_index=True, return_inverse=True)
+    passed_over = max(0, len(first) - MOST)
+    longest = first[passed_over:, None]
+    degrees_of_all = np.arange(1, ranks + 1)[None, :]
+    table = document_bound_ns(profile, lengths[longest], degrees_of_all, tokens_per_rank, pairs[longest])
+    looked_at = which >= passed_over
+    row = which[looked_at] - passed_over
 
     def holds(limit: int) -> bool:
         degrees = least.copy()
         degrees[looked_at] = np.maximum(least[looked_at], 1 + (table <= limit).argmax(axis=1)[row])
-        return even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
+        return even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank, pairs) <= fixed + limit
 
     low = int(table.min(axis=1).max())
-    high = max(low, even_work_bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank) - fixed)
+    all_ranks = np.full_like(lengths, ranks)
+    high = max(low, even_work_bound_ns(profile, lengths, all_ranks, ranks, tokens_per_rank, pairs) - fixed)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return fixed + max(low, beside)
 
 
-def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+def beside_longest_bound_ns(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pairs: Floats
+) -> int:
     """Returns a lower bound on step time beyond its fixed costs, from the micro-batch of the longest document.
 
     At degree d it takes a time t. Its ranks can do other work for the rest of t, and the other ranks for all of t, both with at
@@ -122,15 +151,14 @@ def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: 
     """
     longest = int(lengths.argmax())
     others = np.delete(lengths, longest)
-    work, tokens_upto = _most_work(profile, others, tokens_per_rank)
+    work, tokens_upto = _most_work(profile, others, tokens_per_rank, np.delete(pairs, longest))
     degrees = np.arange(1, ranks + 1)
     length = np.full_like(degrees, lengths[longest])
-    time = document_bound_ns(profile, length, degrees, tokens_per_rank)
+    time = document_bound_ns(profile, length, degrees, tokens_per_rank, pairs[longest])
     fits = time < NEVER
     degrees, length, time = degrees[fits], length[fits], time[fits]
-    own_ns = (whole_ring_attention_ns(profile, length, degrees) + profile.linear_s_per_token * NANOSECONDS * length).astype(
-        np.int64
-    )
+    own_attention_ns = whole_ring_attention_ns(profile, length, degrees, pairs[longest])
+    own_ns = (own_attention_ns + profile.linear_s_per_token * NANOSECONDS * length).astype(np.int64)
 
     def possible(nanoseconds: Integers, tokens: Integers) -> Integers:
         """Returns the most work of other documents with so many tokens in all and so much time, summed over ranks."""
@@ -144,10 +172,10 @@ def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: 
     return int((time + left // ranks).min())
 
 
-def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int) -> tuple[Integers, Integers]:
+def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int, pairs: Floats) -> tuple[Integers, Integers]:
     """Returns the work in nanoseconds, and the tokens, of the 0, 1, 2, … documents with the most work per token."""
     least = np.maximum(1, -(-lengths // tokens_per_rank))
-    attention = np.floor(whole_ring_attention_ns(profile, lengths, least)).astype(np.int64)
+    attention = np.floor(whole_ring_attention_ns(profile, lengths, least, pairs)).astype(np.int64)
     work = attention + np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
     order = np.argsort(-(work / lengths), kind="stable")
     return np.append(0, np.cumsum(work[order])), np.append(0, np.cumsum(lengths[order]))
@@ -156,7 +184,8 @@ def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int
 def tight_bound_s(plan: Plan) -> float:
     """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline."""
     lengths = np.array(plan.lengths, dtype=np.int64)
-    tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+    pairs = attention_pairs(lengths, plan.trees)
+    tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank, pairs) / NANOSECONDS
     return max(tight, plan.lower_bound_s)  # only lower_bound_s counts the pipeline bubble
 
 
@@ -165,9 +194,11 @@ def unavoidable_gap(tight_s: float, lower_s: float) -> float:
     return tight_s / lower_s - 1 if lower_s > 0 else 0.0
 
 
-def document_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:
+def document_bound_ns(
+    profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int, pairs: Floats | None = None
+) -> Integers:
     """Returns a lower bound on the busiest rank's time for each document, on any ranks; NEVER where it does not fit."""
-    attention = attention_ns(profile, lengths, degrees)
+    attention = attention_ns(profile, lengths, degrees, pairs)
     intra, inter = mate_ns(profile, lengths, degrees)
     fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
     both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # best split over both networks

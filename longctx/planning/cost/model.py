@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
 from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.tree import Trees
 
 Floats = NDArray[np.float64]
 NANOSECONDS = 1_000_000_000
@@ -64,17 +65,32 @@ def log2(x: Floats) -> Floats:
     return result
 
 
-def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
-    """Returns the attention time per rank in nanoseconds for documents of `lengths` at `degrees`."""
-    result: Integers = np.ceil(whole_ring_attention_ns(profile, lengths, degrees) / degrees).astype(np.int64)
+def attention_pairs(lengths: Integers, trees: Trees) -> Floats:
+    """Returns the attention area of every document: its length squared, or that of its tree (`Tree.pairs`)."""
+    s = lengths.astype(np.float64)
+    pairs: Floats = s * s
+    for document, tree in trees.items():
+        pairs[document] = tree.pairs
+    return pairs
+
+
+def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, pairs: Floats | None = None) -> Integers:
+    """Returns the attention time per rank in nanoseconds for documents of `lengths` at `degrees`; `pairs` as below."""
+    result: Integers = np.ceil(whole_ring_attention_ns(profile, lengths, degrees, pairs) / degrees).astype(np.int64)
     return result
 
 
-def whole_ring_attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Floats:
-    """Returns the attention time summed over the ranks of each ring, in nanoseconds, unrounded."""
+def whole_ring_attention_ns(
+    profile: HardwareProfile, lengths: Integers, degrees: Integers, pairs: Floats | None = None
+) -> Floats:
+    """Returns the attention time summed over the ranks of each ring, in nanoseconds, unrounded.
+
+    `pairs`: attention area of every document, see `attention_pairs`; None, here and elsewhere: no document is a tree.
+    """
     s = lengths.astype(np.float64)
+    area = s * s if pairs is None else pairs
     whole = equivalent_length(s, degrees.astype(np.float64), profile.attention_split_penalty)
-    result: Floats = profile.attention_s_per_token2 * NANOSECONDS * (s * s) / efficiency(profile.attention_efficiency, whole)
+    result: Floats = profile.attention_s_per_token2 * NANOSECONDS * area / efficiency(profile.attention_efficiency, whole)
     return result
 
 
@@ -102,13 +118,14 @@ def alone_ns(
     offset: Integers | None = None,
     *,
     round_price: float = 0.0,
+    pairs: Floats | None = None,
 ) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
 
     The ring starts at rank `offset` of a node, by default where its worst rank has the most peers in its own node. A rank with
     several documents takes at most the sum of their times. `round_price`: see `exposed_ns`.
     """
-    attention = attention_ns(profile, lengths, degrees)
+    attention = attention_ns(profile, lengths, degrees, pairs)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
     intra, inter = mate_ns(profile, lengths, degrees)
     inside, _ = gather_ns(profile, degrees, most, intra, inter)
@@ -223,12 +240,13 @@ def score(
     pipeline: Pipeline = NO_PIPELINE,
     *,
     round_price: float = 0.0,
+    pairs: Floats | None = None,
 ) -> StepTimes:
     """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see `exposed_ns`."""
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
-    attention = spread(attention_ns(profile, lengths, a.degree), a.micro_batch, a.first_rank, stop, shape)
+    attention = spread(attention_ns(profile, lengths, a.degree, pairs), a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     exchange = exchange_ns(profile, lengths, a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from longctx.planning.tree import NO_TREES, Trees
+
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
 """What backward recomputes of each block, from most memory to least; see `longctx.parallel.recompute`."""
@@ -163,7 +165,12 @@ class ModelSpec:
         in_blocks = sum(layer.matrix_parameters + layer.adapter_parameters for layer in self.layers)
         return in_blocks + self.head_parameters
 
-    def flops(self, lengths: Sequence[int]) -> int:
-        """Returns the operations of a forward pass over documents of these lengths. Needs `vocab_size`."""
-        attention = sum(layer.attention_flops(length) for layer in self.layers for length in lengths)
-        return 2 * self.multiplied_parameters * sum(lengths) + attention * (1 if self.causal else 2)
+    def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
+        """Returns the operations of a forward pass over documents of these lengths, of which some are trees.
+
+        Needs `vocab_size`. A node of a tree adds to a sequence up to its start the operations of a sequence up to its end.
+        """
+        runs = [(0, length) for document, length in enumerate(lengths) if document not in trees]
+        runs += [node.positions for tree in trees.values() for node in tree.nodes]
+        flops = (layer.attention_flops(stop) - layer.attention_flops(start) for layer in self.layers for start, stop in runs)
+        return 2 * self.multiplied_parameters * sum(lengths) + sum(flops) * (1 if self.causal else 2)

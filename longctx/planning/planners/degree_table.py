@@ -30,7 +30,7 @@ class DegreeTable:
         length, degree = np.broadcast_arrays(step.lengths[self.long][:, None], self.degrees)
         self.tokens = step.shards(length, degree)
         fits = self.tokens <= step.tokens_per_rank
-        self.time = np.where(fits, step.alone_ns(length, degree), NEVER)
+        self.time = np.where(fits, step.alone_ns(self.long[:, None], degree), NEVER)
         least_work = np.where(fits, self.time * self.degrees.astype(np.float64), np.inf).min(axis=1)
         self.quickest, self.least_work = self.time.min(axis=1), least_work.astype(np.int64)
         short_ns = int(step.single_ns[short].sum())

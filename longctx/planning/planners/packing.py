@@ -107,7 +107,7 @@ def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Int
     """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks], equal on every node."""
     node = step.profile.ranks_per_node
     repeat = min(node // math.gcd(node, step.block), step.ranks)
-    times = step.alone_ns(step.lengths[documents][:, None], split.degree[documents][:, None], np.arange(repeat))
+    times = step.alone_ns(documents[:, None], split.degree[documents][:, None], np.arange(repeat))
     return times[:, np.arange(step.ranks) % repeat]
 
 

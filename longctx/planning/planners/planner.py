@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import least_degrees
-from longctx.planning.check import check_lengths, check_plan, check_settings
+from longctx.planning.check import check_lengths, check_plan, check_settings, check_trees
 from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
 from longctx.planning.hardware_profile import HardwareProfile
@@ -25,6 +25,7 @@ from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
 from longctx.planning.planners.search import finer_and_finer, search
 from longctx.planning.planners.static import best_static, plan_static
 from longctx.planning.planners.step import Candidate, Step, fastest
+from longctx.planning.tree import NO_TREES, Trees
 
 CLOSE = 1.1
 """In a pipeline, token budgets whose first plan is within this factor of the best are searched further."""
@@ -41,6 +42,7 @@ def make_plan(
     bins: Mapping[int, int] | None = None,
     max_remote_tokens: int | None = None,
     pipeline: Pipeline = NO_PIPELINE,
+    trees: Trees = NO_TREES,
 ) -> Plan:
     """Plans one optimizer step.
 
@@ -56,6 +58,7 @@ def make_plan(
         max_remote_tokens: about how many remote tokens a round of the exchange has at most. A rank holds K and V of two rounds
             at once. None: as many rounds as hide the exchange (see `rounds`).
         pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
+        trees: documents that are trees, by document; see `longctx.planning.tree`.
 
     Returns:
         A checked plan with micro-batches in descending order of time; in a pipeline the longest ones are in the middle.
@@ -66,7 +69,8 @@ def make_plan(
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens, pipeline=pipeline)
+    check_trees(trees, lengths)
+    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens, pipeline=pipeline, trees=trees)
     best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     placements, timed = _in_order(best, pipeline)
     plan = Plan(
@@ -78,7 +82,8 @@ def make_plan(
         micro_batches=placements,
         profile=profile,
         pipeline=pipeline,
-        cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline),
+        cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline, step.pairs),
+        trees=dict(trees),
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
     check_plan(plan)
@@ -94,7 +99,8 @@ def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
     """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
-        if even_work_bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:
+        bound = even_work_bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank, step.pairs)
+        if bound < best.makespan_ns:
             best = fastest(best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees)))
     return fastest(best, best_static(step, range(1, step.ranks + 1), below=best.makespan_ns))
 

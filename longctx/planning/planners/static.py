@@ -74,7 +74,7 @@ def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None
     groups = ranks // degree
     packed = best_fit(weights, tokens_per_rank)
     micro_batches = -(-(int(packed.max()) + 1) // groups)
-    work = alone_ns(profile, lengths, np.full_like(lengths, degree))
+    work = alone_ns(profile, lengths, np.full_like(lengths, degree), pairs=step.pairs)
     candidates = [packed]
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
@@ -93,7 +93,7 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     degrees, groups = np.full_like(lengths, degree), ranks // degree
     rounding = 3 * len(lengths)  # shares were rounded up, which must not raise a lower bound
     linear = int(linear_ns(profile, lengths // degree).sum())
-    attention = int(attention_ns(profile, lengths, degrees).sum())
+    attention = int(attention_ns(profile, lengths, degrees, step.pairs).sum())
     in_its_node = np.minimum(degrees, profile.ranks_per_node)  # at most
     _, across = gather_ns(profile, degrees, in_its_node, *mate_ns(profile, lengths, degrees))
     exchange = int(across.sum()) - degree * len(lengths)  # the time of every peer was rounded up

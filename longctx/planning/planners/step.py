@@ -1,17 +1,18 @@
 """Step and Candidate: the input and the result of every planner."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.model import StepTimes, alone_ns, score
+from longctx.planning.cost.model import Floats, StepTimes, alone_ns, attention_pairs, score
 from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.tree import Trees
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,17 @@ class Step:
     round_price: float = 0.0
     block: int = 1
     pipeline: Pipeline = NO_PIPELINE
+    trees: Trees = field(default_factory=dict)
+
+    @cached_property
+    def pairs(self) -> Floats:
+        """Attention area of each document."""
+        return attention_pairs(self.lengths, self.trees)
 
     @cached_property
     def single_ns(self) -> Integers:
         """Time of each document alone in one place, in nanoseconds."""
-        return self.alone_ns(self.lengths, np.ones_like(self.lengths))
+        return self.alone_ns(np.arange(len(self.lengths)), np.ones_like(self.lengths))
 
     @cached_property
     def single_tokens(self) -> Integers:
@@ -51,10 +58,11 @@ class Step:
         """Minimum number of micro-batches: all tokens divided by the budgets of all ranks."""
         return -(-int(self.lengths.sum()) // (self.ranks * self.block * self.tokens_per_rank))
 
-    def alone_ns(self, lengths: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
+    def alone_ns(self, documents: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
         """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
         offset = None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
-        return alone_ns(self.profile, lengths, degrees * self.block, offset, round_price=self.round_price)
+        lengths, pairs = self.lengths[documents], self.pairs[documents]
+        return alone_ns(self.profile, lengths, degrees * self.block, offset, round_price=self.round_price, pairs=pairs)
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
         """Returns the tokens on the fullest rank of each ring."""
@@ -63,12 +71,12 @@ class Step:
     def score(self, assignment: Assignment) -> StepTimes:
         """Returns the times of an assignment to ranks by `cost.model.score`."""
         ranks, price = self.ranks * self.block, self.round_price
-        return score(self.profile, self.lengths, assignment, ranks, self.pipeline, round_price=price)
+        return score(self.profile, self.lengths, assignment, ranks, self.pipeline, round_price=price, pairs=self.pairs)
 
     def candidate(self, winner: str, assignment: Assignment, scored: StepTimes | None = None) -> "Candidate":
         """Returns an assignment to ranks with its exchange rounds and predicted times; `scored` is its `score` if known."""
         scored = scored or self.score(assignment)
-        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
+        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens, self.pairs)
         return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
     def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":
@@ -86,7 +94,7 @@ class Step:
         """Returns the cost of each document at its degree."""
         time, tokens = self.single_ns.copy(), self.single_tokens.copy()
         rings = np.flatnonzero(degrees > 1)
-        time[rings] = self.alone_ns(self.lengths[rings], degrees[rings])
+        time[rings] = self.alone_ns(rings, degrees[rings])
         tokens[rings] = self.shards(self.lengths[rings], degrees[rings])
         return Degrees(degrees, time, tokens)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
+from longctx.errors import UserError
 from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import Mesh
@@ -51,6 +52,11 @@ class Balance:
         """Returns the documents of this rank's rows in a micro-batch of `tokens` rows, padding included."""
         if not self.routers:
             return None
+        if plan.trees and any(router.document_loss or router.z_loss for router in self.routers):
+            raise UserError(
+                f"the step has {len(plan.trees)} trees, but losses of experts count every sequence: set balance.document_loss "
+                "and balance.z_loss to 0, or use documents without merged prefixes"
+            )
         placed = plan.micro_batches[layout.micro_batch] if layout.micro_batch < len(plan.micro_batches) else ()
         tensor = self.mesh.tensor.size()  # whose ranks have parts of all documents
         split = sorted(placement.document for placement in placed if placement.degree * tensor > 1)

@@ -14,6 +14,7 @@ import torch
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, StepBatch
+from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 
 
@@ -59,9 +60,9 @@ class Objective(ABC):
 
 
 class TokenMean(Objective):
-    """The mean over the valid targets of the step, weighted by document: pre-training and fine-tuning.
+    """The mean over the valid targets of the step, weighted by document and by row: pre-training and fine-tuning.
 
-    A document of weight 2 counts like two copies of the document in the step.
+    A document or a row of weight 2 counts like two copies of it in the step.
     """
 
     def weights(
@@ -70,10 +71,13 @@ class TokenMean(Objective):
         log_probabilities: Sequence[torch.Tensor] = (),
         document_sums: torch.Tensor | None = None,
     ) -> StepWeights:
-        if not batch.weights:
+        if not batch.weights and not any(micro_batch.weights is not None for micro_batch in batch.micro_batches):
             return StepWeights(divisor=max(1, batch.target_tokens))
-        weights = torch.tensor(batch.weights, dtype=torch.float32)
-        tokens = [weights[documents_of(micro_batch)] for micro_batch in batch.micro_batches]
+        weights = torch.tensor(batch.weights or (1.0,) * len(batch.plan.lengths), dtype=torch.float32)
+        tokens = [
+            weights[documents_of(micro_batch)] * (1 if micro_batch.weights is None else micro_batch.weights)
+            for micro_batch in batch.micro_batches
+        ]
         return StepWeights(divisor=batch.target_weight or 1.0, tokens=tokens)
 
 
@@ -88,8 +92,14 @@ def documents_of(micro_batch: MicroBatch) -> torch.Tensor:
 def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """Sums values of targets over each document and all ranks. Returns float64 [documents], the same on all ranks.
 
-    Collective over all ranks of the run, each with its `values` [T] for each micro-batch.
+    Collective over all ranks of the run, each with its `values` [T] for each micro-batch. Raises UserError if a document is a
+    tree, whose sequences have sums of their own.
     """
+    if batch.plan.trees:
+        raise UserError(
+            f"the step has {len(batch.plan.trees)} trees, but this objective needs the log-probability of every sequence: use "
+            "documents without merged prefixes"
+        )
     sums = torch.zeros(len(batch.plan.lengths), dtype=torch.float64)
     for micro_batch, rows in zip(batch.micro_batches, values, strict=True):
         counted = rows.cpu().double().where(micro_batch.labels != IGNORED_LABEL, 0)

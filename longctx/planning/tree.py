@@ -1,0 +1,119 @@
+"""Tree: sequences with common prefixes as one document, in depth-first order, so that every prefix is computed once.
+
+A node is a run of tokens that the same sequences share, and its children are how they go on; every sequence is a path from the
+root. The document has the tokens of all nodes, each node before its children. So key k is visible to query q iff k ≤ q < the
+end of the subtree of k's node, and a token's position is the number of tokens before it on its path. All else treats a tree as
+any document: it is cut, placed and packed by its number of tokens.
+"""
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.errors import UserError
+
+ROOT = -1
+"""Parent of the first node."""
+
+
+class TreeError(UserError):
+    """Nodes that are no tree in depth-first order, or a tree where there can be none."""
+
+
+class Node(NamedTuple):
+    """One node of a tree: tokens [start, stop) of the document are its own, [stop, end) those below it; `above` come before."""
+
+    start: int
+    stop: int
+    end: int
+    above: int
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """Positions [start, stop) of its own tokens on every path through it."""
+        return self.above, self.above + self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a tree; hashable.
+
+    Attributes:
+        lengths: tokens of every node, in depth-first order.
+        parents: number of every node's parent; -1 for the first node, the root.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or len(self.lengths) != len(self.parents):
+            raise TreeError(
+                f"a tree has {len(self.lengths)} lengths and {len(self.parents)} parents: give one of each per node"
+            )
+        path = [ROOT]  # nodes whose subtrees are open
+        for node, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            if length < 1:
+                raise TreeError(f"node {node} of a tree has {length} tokens: every node needs at least one; leave it out")
+            while path and path[-1] != parent:
+                path.pop()
+            if not path or (parent == ROOT) != (node == 0):
+                raise TreeError(
+                    f"node {node} of a tree has parent {parent}: nodes must be in depth-first order, the root first with "
+                    f"parent {ROOT}, and every other one after its parent and the subtrees of its elder siblings"
+                )
+            path.append(node)
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        stops = np.cumsum(self.lengths).tolist()
+        ends, above = list(stops), [0] * len(stops)
+        for node in reversed(range(1, len(stops))):
+            ends[self.parents[node]] = max(ends[self.parents[node]], ends[node])
+        for node, parent in enumerate(self.parents[1:], 1):
+            above[node] = above[parent] + self.lengths[parent]
+        starts = (stop - length for stop, length in zip(stops, self.lengths, strict=True))
+        return tuple(map(Node, starts, stops, ends, above))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.nodes[-1].stop
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of tokens of the longest sequence."""
+        return max(node.positions[1] for node in self.nodes)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Attention area, in units in which that of an ordinary document is its length squared: n² + 2·n·above, summed."""
+        return sum(tokens * (tokens + 2 * node.above) for tokens, node in zip(self.lengths, self.nodes, strict=True))
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """Number of tokens before every token on its path, [tokens]."""
+        shifts = [node.above - node.start for node in self.nodes]
+        return np.arange(self.length) + np.repeat(np.array(shifts, dtype=np.int64), self.lengths)
+
+    def path(self, node: int) -> list[Node]:
+        """Returns the nodes from the root to a node."""
+        nodes = []
+        while node != ROOT:
+            nodes.append(self.nodes[node])
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def node_of(self, token: int) -> int:
+        """Returns the number of the node that has a token."""
+        return bisect.bisect_right(self.nodes, token, key=lambda node: node.start) - 1
+
+
+Trees = Mapping[int, Tree]
+"""Trees among the documents of a plan, by document."""
+NO_TREES: Trees = {}
