@@ -204,6 +204,7 @@ WHOLE_BATCHES = {"tokens_per_rank": 8 * LONGEST, "mode": "static", "degree": 2}
     ("kind", "ranks", "options"),
     [
         ("DPO", 3, {}),
+        ("DPO", 2, {"budget": {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}}),
         ("DPO", 2, {"budget": WHOLE_BATCHES, "lora": True}),
         ("DPO", 2, FSDP2),
         ("KTO", 2, {}),
@@ -211,7 +212,7 @@ WHOLE_BATCHES = {"tokens_per_rank": 8 * LONGEST, "mode": "static", "degree": 2}
         ("GRPO", 3, {"budget": WHOLE_BATCHES | {"degree": 3}}),
         ("RLOO", 2, {}),
     ],
-    ids=["dpo", "dpo with adapters", "dpo fully sharded", "kto", "grpo with kl", "grpo on three", "rloo"],
+    ids=["dpo", "dpo apart", "dpo with adapters", "dpo fully sharded", "kto", "grpo with kl", "grpo on three", "rloo"],
 )
 def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, kind: str, ranks: int, options: dict[str, Any]) -> None:
     """The same rows of every rank, completions included, as in plain training on as many ranks."""
@@ -219,6 +220,10 @@ def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, kind: st
     theirs = workers.run(prefer, ranks, tmp_path / "plain", kind, False, plain_options)
     ours = workers.run(prefer, ranks, tmp_path / "ours", kind, True, options)
     assert max(ours[0]["degrees"]) >= 2
+    merges = options.get("budget", {}).get("merge_prefixes", True)
+    assert all(("tokens_after_merging" in entry) == merges for entry in ours[0]["log"][:-1])
+    if kind in ("DPO", "GRPO", "RLOO") and merges:
+        assert ours[0]["trees"] > 0 and min(entry["tokens_after_merging"] for entry in ours[0]["log"][:-1]) < 0.9
     for run, expected in zip(ours, theirs, strict=True):
         for mine, plain_entry in zip(run["log"][:-1], expected["log"][:-1], strict=True):
             for name in {"loss", "reward", "kl", "entropy", "rewards/margins", "completions/mean_length"} & mine.keys():

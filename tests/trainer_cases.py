@@ -107,6 +107,7 @@ def report(trainer: Any) -> dict[str, Any]:
         "log": trainer.state.log_history,
         "weights": weights,
         "tokens": trainer.state.num_input_tokens_seen,
+        "trees": sum(len(plan.trees) for plan in shared.plans) if shared else 0,
         "plans": [plan.lengths for plan in shared.plans] if shared else [],
         "degrees": sorted({degree for plan in shared.plans for degree in plan.degrees}) if shared else [],
     }
@@ -310,7 +311,7 @@ def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool,
     try:
         world = dist.group.WORLD
         sharing = Sharing(PROFILE, TOKENS_PER_RANK, "auto", None, "auto", torch.device("cpu"), world, world)
-        mine = [[Document(*(np.array(part, np.int32) for part in document)) for document in batch] for batch in batches[rank]]
+        mine = [[Document(np.array(ids), np.array([*labels[1:], -100])) for ids, labels in batch] for batch in batches[rank]]
         step = sharing.share(mine)
     finally:
         dist.all_to_all_single = exchange

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 
 from longctx.data import IGNORED_LABEL
+from longctx.planning.tree import Tree
 from longctx.trainers.refusals import TrainerError
 
-Ids = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.integer[Any]]
 OF_TOKENS = ("input_ids", "labels")
 ROWS = "documents_in_rows"
 """Field of a batch with the number of documents of every row that was joined to others."""
@@ -25,15 +26,15 @@ OF_PACKING = (
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence. `labels` are as long as `tokens` and not shifted; -100 where a token is no target."""
+    """One sequence, or a tree of several. `labels` are what each token predicts, the next one or -100."""
 
     tokens: Ids
     labels: Ids
+    tree: Tree | None = None
 
     @property
     def targets(self) -> int:
-        """Number of tokens with a loss. The first token has no predecessor to predict it."""
-        return int((self.labels[1:] != IGNORED_LABEL).sum())
+        return int((self.labels != IGNORED_LABEL).sum())
 
 
 def rows_of(batch: Mapping[str, Any]) -> list[list[Document]]:
@@ -61,7 +62,7 @@ def rows_of(batch: Mapping[str, Any]) -> list[list[Document]]:
         kept = slice(None) if mask is None else _array(mask[row]).astype(bool)
         cuts: list[int] = [] if positions is None else np.flatnonzero(_array(positions[row])[kept] == 0)[1:].tolist()
         parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
-        rows.append([Document(tokens, label) for tokens, label in parts if len(tokens)])
+        rows.append([Document(tokens, np.append(label[1:], IGNORED_LABEL)) for tokens, label in parts if len(tokens)])
     if (counts := batch.get(ROWS)) is None:
         return rows
     documents = itertools.chain.from_iterable(rows)

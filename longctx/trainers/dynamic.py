@@ -1,7 +1,7 @@
 """Attaches dynamic context parallelism to a trainer, and takes it off."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ def dynamic_context_parallel(
     mode: str = "auto",
     degree: int | None = None,
     kernel: str = "auto",
+    merge_prefixes: bool = True,
     own_loss_is_a_token_sum: bool = False,
 ) -> None:
     """Makes a trainer plan its work and split documents over all ranks. Call it on every rank, before `train`.
@@ -49,6 +50,7 @@ def dynamic_context_parallel(
         profile: hardware profile, a name or a file; None: that of the device.
         mode, degree: see `make_plan`.
         kernel: kernel of attention; see `ring_attention`.
+        merge_prefixes: of TRL's trainers of sequences, rows of a rank that begin alike are computed once; the loss is the same.
         own_loss_is_a_token_sum: a subclass's own `compute_loss` is a sum over tokens divided by `num_items_in_batch`.
 
     Raises TrainerError, and leaves the trainer as it was, for what cannot be exact, with every reason and way out.
@@ -68,7 +70,7 @@ def dynamic_context_parallel(
             undo.enter_context(_prepared(model))
         if needs_sequences(trainer):
             for model in models:
-                undo.callback(PlannedHead(model, sharing).remove)
+                undo.callback(PlannedHead(model, sharing, _recorder(trainer) if merge_prefixes else None).remove)
         else:
             undo.enter_context(_whole_steps(trainer))
         trainer.dynamic = sharing
@@ -128,6 +130,15 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
         yield
     finally:
         trainer.__class__, trainer.data_collator = kind, collate
+
+
+def _recorder(trainer: Any) -> Callable[[float], None]:
+    """Returns a function that adds a number to the metrics that TRL averages and logs."""
+
+    def record(share: float) -> None:
+        trainer._metrics["train" if trainer.model.training else "eval"]["tokens_after_merging"].append(share)
+
+    return record
 
 
 def prepared_part(trainer: Any, model: Any) -> Any:

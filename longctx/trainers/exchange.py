@@ -10,16 +10,18 @@ import torch.distributed as dist
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.layout import Span
 from longctx.planning.plan import Plan
+from longctx.planning.tree import Tree
 
 
 @dataclass(frozen=True)
 class Known:
-    """What all ranks know of a document: the rank that has drawn it, its place among that rank's documents, and its sizes."""
+    """What all ranks know of a document: the rank that has drawn it, its place among that rank's documents, sizes and shape."""
 
     rank: int
     number: int
     length: int
     targets: int
+    tree: Tree | None
 
 
 @dataclass(frozen=True)

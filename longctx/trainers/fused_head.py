@@ -4,29 +4,39 @@ All of them call `model(input_ids=.., attention_mask=.., labels=.., fused_lm_hea
 [rows, tokens - 1]. This call is planned: the rows of all ranks are shared like documents of a step, every rank runs its
 micro-batches, and sends the values to the ranks whose rows they are of. Each rank computes its own loss from them, and DDP or
 FSDP averages the gradients, as before. A call is balanced, not a step.
+
+Rows of a rank that begin alike, such as the completions of a prompt, become trees, which are computed once.
 """
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from longctx.data.packing import MicroBatch
-from longctx.trainers.documents import rows_of
+from longctx.data.trees import merge_prefixes
+from longctx.trainers.documents import Document, rows_of
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.step import Sharing
 
+LEAST_SHARED = 16
+"""First tokens that rows must share to be merged: plans with fewer, larger documents have less freedom."""
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """Fields of the head's output with a value per token; those that a trainer did not ask for are None."""
 
 
 class PlannedHead:
-    """Replaces the forward of a model to which TRL has added a fused head; `remove` gives the model its own forward again."""
+    """Replaces the forward of a model to which TRL has added a fused head; `remove` gives the model its own forward again.
 
-    def __init__(self, model: Any, sharing: Sharing) -> None:
-        self.model, self.sharing = model, sharing
+    `merged`, if it is given, is called with the share of a batch's tokens that are left after merging; None: rows stay apart.
+    """
+
+    def __init__(self, model: Any, sharing: Sharing, merged: Callable[[float], None] | None = None) -> None:
+        self.model, self.sharing, self.merged = model, sharing, merged
         self.own = model.forward
 
         @functools.wraps(type(model).forward)  # `generate` looks at the signature
@@ -52,8 +62,9 @@ class PlannedHead:
         rows = rows_of({"input_ids": input_ids, "attention_mask": mask, "labels": labels})
         if any(len(row) != 1 for row in rows):
             raise TrainerError("a row of the trainer's batch has no token: every row must have one sequence")
+        documents, places = self._merged([document for (document,) in rows])
         # Every row: a rank whose rows have no target takes part in the backward of the others.
-        share = self.sharing.share([[document for (document,) in rows]], every=True)
+        share = self.sharing.share([documents], every=True)
         # One graph is kept as it is; of several, each keeps only its inputs.
         recompute = len(share.micro_batches) > 1 and torch.is_grad_enabled()
         computed = [
@@ -62,11 +73,27 @@ class PlannedHead:
         ]
         result: dict[str, Any] = {}
         for name in computed[0]:
-            values = self.sharing.rows_of_batch(share, [of_batch[name] for of_batch in computed], mask)
+            values = self.sharing.rows_of_batch(share, [of_batch[name] for of_batch in computed], mask, places)
             result[name] = values[:, :-1]  # a token's label is the next one
         if "is_top1" in result:
             result["is_top1"] = result["is_top1"].bool()
         return FusedCausalLMOutput(label_mask=(labels[:, 1:] != -100) & mask[:, 1:].bool(), **result)
+
+    def _merged(self, rows: list[Document]) -> tuple[list[Document], torch.Tensor | None]:
+        """Returns the documents of a batch, and the rows there of its tokens; None if each row is a document."""
+        if self.merged is None:
+            return rows, None
+        together = merge_prefixes(
+            [row.tokens for row in rows],
+            [np.roll(row.labels, 1) for row in rows],  # not shifted; the last one is -100
+            most_tokens=self.sharing.ranks * self.sharing.tokens_per_rank,
+            least_shared=LEAST_SHARED,
+        )
+        self.merged(sum(together.lengths) / sum(len(row.tokens) for row in rows))
+        parts = enumerate(zip(together.tokens, together.labels, strict=True))
+        starts = np.cumsum([0, *together.lengths])
+        places = np.concatenate([starts[document] + rows_there for document, rows_there in together.rows])
+        return [Document(*part, together.trees.get(number)) for number, part in parts], torch.from_numpy(places)
 
     def _head(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Returns the head's values for the tokens of a micro-batch, float32 [tokens]."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.huggingface import model_inputs
-from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, fill
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
@@ -97,10 +96,11 @@ class Sharing:
         if not everything:
             return Share(batches=len(known))
         planned = [document for document in everything if every or document.targets] or everything[:1]
-        plan = self._plan([document.length for document in planned])
+        plan = self._plan(planned)
         mine = list(itertools.chain.from_iterable(batches))
         exchange = Exchange.of(plan, planned, self.rank, [len(document.tokens) for document in mine])
-        rows = np.concatenate([np.empty((0, 2), np.int64), *map(_tokens_and_shifted_labels, mine)])
+        drawn = [np.stack([document.tokens, document.labels], 1).astype(np.int64) for document in mine]
+        rows = np.concatenate([np.empty((0, 2), np.int64), *drawn])
         held = exchange.to_holders(torch.from_numpy(rows), self.ids_group).numpy()
 
         def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
@@ -122,21 +122,25 @@ class Sharing:
         del inputs["num_items_in_batch"]
         return inputs
 
-    def rows_of_batch(self, share: Share, values: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    def rows_of_batch(
+        self, share: Share, values: Sequence[torch.Tensor], mask: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns values of the tokens of this rank's batch, [*mask.shape, ..]; 0 where no token is kept. Collective.
 
-        `values` are those of the share's micro-batches, [tokens, ..] each, in which padding comes last. Differentiable.
+        `values` are those of the share's micro-batches, [tokens, ..] each, in which padding comes last. Differentiable. `rows`
+        are those of the batch's tokens in this rank's documents, one after the other; None: the same.
         """
         assert share.exchange is not None  # a batch has a document
         counts = [batch.layout.tokens for batch in share.micro_batches]
         held = torch.cat([of_batch[:count] for of_batch, count in zip(values, counts, strict=True)])
         own = share.exchange.to_owners(held, self.group)
+        own = own if rows is None else own[rows.to(own.device)]
         places = torch.nonzero(mask)[: len(own)]  # rows without documents come last
         return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((places[:, 0], places[:, 1]), own)
 
     def _gather(self, batches: Sequence[Sequence[Document]]) -> list[list[Known]]:
         """Returns the documents of all ranks, by batch, in the order in which one process would draw them."""
-        sizes = [[(len(document.tokens), document.targets) for document in batch] for batch in batches]
+        sizes = [[(len(document.tokens), document.targets, document.tree) for document in batch] for batch in batches]
         gathered = [sizes]
         if self.ids_group is not None:
             gathered = [[] for _ in range(self.ranks)]
@@ -147,10 +151,11 @@ class Sharing:
             [Known(rank, next(numbers[rank]), *size) for rank, batch in enumerate(turn) for size in batch] for turn in turns
         ]
 
-    def _plan(self, lengths: list[int]) -> Plan:
+    def _plan(self, documents: Sequence[Known]) -> Plan:
         try:
             plan = make_plan(
-                lengths,
+                [document.length for document in documents],
+                trees={number: document.tree for number, document in enumerate(documents) if document.tree is not None},
                 ranks=self.ranks,
                 tokens_per_rank=self.tokens_per_rank,
                 profile=self.profile,
@@ -161,8 +166,3 @@ class Sharing:
             raise TrainerError(f"{error}; or shorten the documents, as SFTConfig's max_length does") from error
         self.plans.append(plan)
         return plan
-
-
-def _tokens_and_shifted_labels(document: Document) -> Ids:
-    """Returns int64 [tokens, 2]; the label of a token is the next one's."""
-    return np.stack([document.tokens, np.append(document.labels[1:], IGNORED_LABEL)], 1).astype(np.int64)
