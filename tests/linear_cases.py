@@ -68,9 +68,11 @@ def gather(case: Case, results: list[list[torch.Tensor]]) -> dict[str, torch.Ten
     return found
 
 
-def token_by_token(case: Case, kernel: int, delta: bool) -> dict[str, torch.Tensor]:
-    """Returns out and gradients, document by document, with a loop over tokens."""
-    given = {name: tensor.requires_grad_() for name, tensor in inputs(case, kernel).items()}
+def token_by_token(
+    case: Case, kernel: int, delta: bool, tensors: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Returns out and gradients, document by document, with a loop over tokens; of `inputs` or other tensors."""
+    given = {name: x.detach().requires_grad_() for name, x in (tensors or inputs(case, kernel)).items()}
     outs, start = [], 0
     for length in case.lengths:
         x, decay, beta = (given[name][start : start + length] for name in ("x", "decay", "beta"))

@@ -12,6 +12,7 @@ from longctx.attention import Mask, RingAttention, Schedule
 from longctx.attention.masks import MaskError
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import Tree, TreeError
+from tests import linear_cases
 from tests.attention_cases import Case, gather, run_case
 from tests.marks import examples
 from tests.test_attention import relative_errors, swapped
@@ -128,3 +129,33 @@ def test_masks_that_would_show_other_sequences_are_refused(mask: Mask) -> None:
     layout = Layout.of([Placement(0, 0, 1)], [TURNS.length], 0, 0, {0: TURNS})
     with pytest.raises(MaskError, match="document 0 is a tree, whose sequences share only their first 23 tokens"):
         RingAttention(layout, mask=mask)
+
+
+@several_ranks
+@given(data=st.data(), kernel=st.integers(1, 6), delta=st.booleans(), ranks=st.integers(1, 4))
+def test_linear_layers_and_convolutions(workers: Workers, data: st.DataObject, kernel: int, delta: bool, ranks: int) -> None:
+    """States and halos follow the path, on any ranks: equal to a loop over the tokens of every sequence alone."""
+    case = data.draw(tree_cases(ranks, children=3, tokens=20))
+    got = linear_cases.gather(case, workers.run(linear_cases.run_linear, ranks, case, kernel, delta))
+    expected = linear_one_by_one(case, kernel, delta)
+    for name in linear_cases.NAMES:
+        error = (got[name] - expected[name]).norm() / (expected[name].norm() + 1e-30)
+        assert error < 1e-10, f"{name}: {error:.1e}"
+
+
+def linear_one_by_one(case: Case, kernel: int, delta: bool) -> dict[str, torch.Tensor]:
+    """Returns out and gradients in the names of `linear_cases`, of every sequence alone; those of shared rows are summed."""
+    everything = linear_cases.inputs(case, kernel)
+    total = {name: torch.zeros_like(everything["dout" if name == "out" else name]) for name in linear_cases.NAMES}
+    start, given = 0, torch.zeros(sum(case.lengths), dtype=torch.bool)
+    for document, length in enumerate(case.lengths):
+        for sequence in sequences(case.trees.get(document, Tree((length,), (-1,)))):
+            rows = start + sequence
+            alone = {name: x if name in ("weight", "bias") else x[rows] for name, x in everything.items()}
+            alone["dout"] = torch.where(given[rows, None, None], 0, alone["dout"])
+            found = linear_cases.token_by_token(replace(case, lengths=(len(rows),)), kernel, delta, alone)
+            total["out"][rows], given[rows] = found.pop("out"), True
+            for name, gradient in found.items():
+                total[name][... if name in ("weight", "bias") else rows] += gradient
+        start += length
+    return total

@@ -35,11 +35,11 @@ class Halo:
         outputs: list[range] = []
         place = 0
         for segment in segments.own:
-            for position in range(segment.start - width, segment.start):
+            halo = segments.shards[segment.document].before(segment.start, width) if segment.place else ()
+            gathered += [range(zero, zero + 1)] * (width - len(halo))
+            for position in halo:
                 item = segment.document, position
-                if position < 0:
-                    row = zero
-                elif item in messages.received:
+                if item in messages.received:
                     row = rows + messages.received[item]
                 else:
                     row = segments.shards[segment.document].rows(position, position + 1).start

@@ -8,11 +8,12 @@ pair of ranks and layer, however many segments; autograd runs the same in revers
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from longctx.attention.linear.chunked import Chunks, scan_chunks
-from longctx.attention.linear.segments import Messages, RankSegment, RankSegments, carried_rows, state_messages
+from longctx.attention.linear.segments import Messages, RankSegment, RankSegments, before, carried_rows, state_messages
 from longctx.attention.linear.sending import MakeExchange, receive
 from longctx.attention.segment_builder import RowSet, row_index
 
@@ -57,7 +58,7 @@ class Scan:
         order: index tensor from [rows of first; rows of later] to the rows of the buffer; None: they are in order.
         carried: number in [first; later] of every segment that others follow, whose state is sent or used here.
         messages: the exchange of states; items are (document, place).
-        before: for each later segment, the rows of the states before it in [own; received], in the order of the document.
+        before: for each later segment, the rows of the states before it in [own; received], in the order of its path.
     """
 
     first: Group | None
@@ -81,8 +82,9 @@ class Scan:
         states = states_held | {item: len(states_held) + row for item, row in messages.received.items()}
         numbers = {(segment.document, segment.place): number for number, segment in enumerate(ordered)}
         carried = torch.tensor([numbers[item] for item in states_held], dtype=torch.int64, device=device)
-        before = tuple(tuple(states[segment.document, place] for place in range(segment.place)) for segment in later)
-        return cls(Group.of(first, device), Group.of(later, device), order, carried, messages, before)
+        paths = (before(segments.chains[segment.document], segment.place) for segment in later)
+        rows_before = (tuple(states[s.document, place] for place in path) for s, path in zip(later, paths, strict=True))
+        return cls(Group.of(first, device), Group.of(later, device), order, carried, messages, tuple(rows_before))
 
 
 def linear_attention(
@@ -167,14 +169,11 @@ def _combine(scan: Scan, transitions: torch.Tensor, ends: torch.Tensor) -> list[
     """Returns the state before every later segment, from M and B of the segments before it."""
     assert scan.later is not None
     moves, added = transitions.unbind(), ends.unbind()
-    starts: list[torch.Tensor] = []
-    state, document, done = added[0], -1, 0
-    for segment, rows in zip(scan.later.segments, scan.before, strict=True):
-        if segment.document != document:
-            state, document, done = added[rows[0]], segment.document, 1
-        for row in rows[done:]:  # goes on from this rank's last segment of the document
-            move = moves[row]
-            state = added[row] + (move @ state if move.dim() > 1 else move[:, None, None] * state)
-        done = len(rows)
-        starts.append(state)
-    return starts
+    after: dict[int, torch.Tensor] = {}  # state after the segment of a row
+    for rows in scan.before:
+        after.setdefault(rows[0], added[rows[0]])
+        for previous, row in pairwise(rows):
+            if row not in after:
+                move, state = moves[row], after[previous]
+                after[row] = added[row] + (move @ state if move.dim() > 1 else move[:, None, None] * state)
+    return [after[rows[-1]] for rows in scan.before]

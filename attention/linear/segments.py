@@ -2,7 +2,8 @@
 
 Layers that carry a state along a document, and convolutions, need what comes before a segment. Ring index r of a document holds
 its head and its tail, each a segment, or one segment if they are adjacent. So a document of degree n is a chain of up to 2n
-segments, which all ranks of its ring derive from its length. Both ends of a message order its content by document and position.
+segments, which all ranks of its ring derive from its length. In a tree every node begins a new segment, and the segment before
+it is the last one of its parent. Both ends of a message order its content by document and position.
 """
 
 from collections import defaultdict
@@ -14,27 +15,30 @@ import torch
 from longctx.attention.ring_schedule import Hop, chunks
 from longctx.attention.segment_builder import RowSet
 from longctx.planning.layout import Layout, Shard
+from longctx.planning.tree import ROOT, Tree
 
 
 @dataclass(frozen=True)
 class Link:
-    """One segment of a document's chain: the ring index that holds it, and its positions."""
+    """One segment of a document's chain: the ring index that holds it, its tokens, and the place of the segment before it."""
 
     ring_index: int
     start: int
     stop: int
+    before: int
 
 
 @dataclass(frozen=True)
 class RankSegment:
-    """One segment of this rank: buffer rows [row, row + stop - start) are positions [start, stop) of a document.
+    """One segment of this rank: buffer rows [row, row + stop - start) are tokens [start, stop) of a document.
 
-    `place` is its number in the chain of the document, which has `count` segments. `document` numbers this rank's documents.
+    `place` is its number in the chain of the document; only the first has no segment before it. `carried` tells whether others
+    follow, which need the state at its end. `document` numbers this rank's documents.
     """
 
     document: int
     place: int
-    count: int
+    carried: bool
     start: int
     stop: int
     row: int
@@ -42,11 +46,6 @@ class RankSegment:
     @property
     def rows(self) -> range:
         return range(self.row, self.row + self.stop - self.start)
-
-    @property
-    def carried(self) -> bool:
-        """Whether other segments of the document follow, which need the state at its end."""
-        return self.place + 1 < self.count
 
 
 @dataclass(frozen=True)
@@ -76,25 +75,45 @@ class RankSegments:
             )
         chains = tuple(map(chain_of, layout.shards))
         held = [
-            RankSegment(document, place, len(chain), link.start, link.stop, shard.rows(link.start, link.stop).start)
+            RankSegment(document, place, place in followed, link.start, link.stop, shard.rows(link.start, link.stop).start)
             for document, (shard, chain) in enumerate(zip(layout.shards, chains, strict=True))
+            for followed in [{link.before for link in chain}]
             for place, link in enumerate(chain)
             if link.ring_index == shard.ring_index
         ]
         if layout.tokens < rows:
-            held.append(RankSegment(len(chains), 0, 1, 0, rows - layout.tokens, layout.tokens))
+            held.append(RankSegment(len(chains), 0, False, 0, rows - layout.tokens, layout.tokens))
         return cls(layout.shards, chains, tuple(held))
 
     @classmethod
     def alone(cls, rows: int) -> "RankSegments":
         """Returns segments of which each is a document of one token."""
-        return cls((), (), tuple(RankSegment(row, 0, 1, 0, 1, row) for row in range(rows)))
+        return cls((), (), tuple(RankSegment(row, 0, False, 0, 1, row) for row in range(rows)))
 
 
 def chain_of(shard: Shard) -> tuple[Link, ...]:
     """Returns all segments of a document that have tokens, in order."""
-    links = (Link(index, *span) for index in range(shard.degree) for span in chunks(shard, index))
-    return tuple(sorted(links, key=lambda link: link.start))
+    tree = shard.tree or Tree((shard.length,), (ROOT,))
+    links: list[Link] = []
+    last = {ROOT: ROOT}  # place of the last segment of every node
+    spans = sorted((span, ring_index) for ring_index in range(shard.degree) for span in chunks(shard, ring_index))
+    for (start, stop), index in spans:
+        node = tree.node_of(start)
+        while start < stop:
+            end = min(stop, tree.nodes[node].stop)
+            before = last[node if node in last else tree.parents[node]]
+            last[node] = len(links)
+            links.append(Link(index, start, end, before))
+            start, node = end, node + 1
+    return tuple(links)
+
+
+def before(chain: Sequence[Link], place: int) -> list[int]:
+    """Returns the places of all segments before one, in order."""
+    places = []
+    while (place := chain[place].before) != ROOT:
+        places.append(place)
+    return places[::-1]
 
 
 Item = tuple[int, int]
@@ -154,12 +173,12 @@ def halo_messages(segments: RankSegments, width: int, device: torch.device | str
     def needs(document: int, target: int) -> list[tuple[int, int]]:
         chain = segments.chains[document]
         mine = [link for link in chain if link.ring_index == target]
-        before = {position for link in mine for position in range(max(0, link.start - width), link.start)}
+        halo = {position for link in mine for position in segments.shards[document].before(link.start, width)}
         return [
             (link.ring_index, position)
             for link in chain
             if link.ring_index != target
-            for position in sorted(before)
+            for position in sorted(halo)
             if link.start <= position < link.stop
         ]
 
@@ -179,8 +198,9 @@ def state_messages(segments: RankSegments, device: torch.device | str) -> Messag
 
     def needs(document: int, target: int) -> list[tuple[int, int]]:
         chain = segments.chains[document]
-        last = max((place for place, link in enumerate(chain) if link.ring_index == target), default=0)
-        return [(link.ring_index, place) for place, link in enumerate(chain[:last]) if link.ring_index != target]
+        mine = (place for place, link in enumerate(chain) if link.ring_index == target)
+        needed = sorted({other for place in mine for other in before(chain, place)})
+        return [(chain[place].ring_index, place) for place in needed if chain[place].ring_index != target]
 
     return Messages.build(segments.shards, needs, rows.__getitem__, device)
 

@@ -123,6 +123,10 @@ class Shard:
         """Returns the position ids of tokens [start, stop): in a tree, the number of tokens before each on its path."""
         return np.arange(start, stop) if self.tree is None else self.tree.positions[start:stop]
 
+    def before(self, token: int, count: int) -> Sequence[int]:
+        """Returns the last `count` tokens before a token in its sequence, in order; fewer at the start."""
+        return range(max(0, token - count), token) if self.tree is None else self.tree.before(token, count)
+
     def rows(self, start: int, stop: int) -> range:
         """Returns the buffer rows of positions [start, stop), which are in one chunk, or in both if the chunks are adjacent."""
         before = self.tail[0] - self.head[1] if start >= self.tail[0] else 0

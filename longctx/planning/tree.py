@@ -109,6 +109,14 @@ class Tree:
             node = self.parents[node]
         return nodes[::-1]
 
+    def before(self, token: int, count: int) -> list[int]:
+        """Returns the last `count` tokens before a token on its path, in order; fewer at the start."""
+        tokens: list[int] = []
+        for node in reversed(self.path(self.node_of(token))):
+            stop = min(node.stop, token)
+            tokens = [*range(max(node.start, stop - count + len(tokens)), stop), *tokens]
+        return tokens
+
     def node_of(self, token: int) -> int:
         """Returns the number of the node that has a token."""
         return bisect.bisect_right(self.nodes, token, key=lambda node: node.start) - 1
