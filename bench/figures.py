@@ -273,6 +273,27 @@ def trainers_table() -> list[str]:
     return markdown([*head, "longctx to it, slowest rank", "of each step"], lines, 1)
 
 
+def trainer_trees_table() -> list[str]:
+    """CPU time of steps of trainers of sequences, by way to train."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    left: dict[str, str] = {}
+    for row in rows_of("trainer-trees"):
+        seconds.setdefault((row["trainer"], row["way"]), []).append(float(row["slowest_of_steps_cpu_s"]))
+        left[row["trainer"]] = row["tokens_after_merging"]  # of the last way, which merges
+    medians = {key: statistics.median(each) for key, each in seconds.items()}
+    ways = list(dict.fromkeys(way for _, way in medians))
+    lines = [
+        [
+            kind,
+            f"{float(share):.0%}",
+            *(f"{medians[kind, way]:.1f}" for way in ways),
+            f"{medians[kind, ways[0]] / medians[kind, ways[-1]]:.2f}×",
+        ]
+        for kind, share in left.items()
+    ]
+    return markdown(["trainer", "tokens left", *ways, "plain over merged"], lines, 1)
+
+
 def trainers_sentence() -> list[str]:
     """What planning cost in bench/trainers.py, and when it ran."""
     rows = [row for row in rows_of("trainers") if row["way"] == "longctx"]
@@ -296,6 +317,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "emulated": emulated_table,
     "trainers": trainers_table,
     "trainers-sentence": trainers_sentence,
+    "trainer-trees": trainer_trees_table,
 }
 
 if __name__ == "__main__":

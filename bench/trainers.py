@@ -13,6 +13,7 @@ a GPU it computes only those inside documents.
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,14 +127,15 @@ def of_all_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class StepTimes(transformers.TrainerCallback):
-    """CPU and wall-clock seconds at the start of training and after every step."""
+    """CPU seconds, by a clock, and wall-clock seconds at the start of training and after every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self.clock = clock
         self.cpu_s: list[float] = []
         self.wall_s: list[float] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.cpu_s.append(time.process_time())
+        self.cpu_s.append(self.clock())
         self.wall_s.append(time.perf_counter())
 
     on_step_end = on_train_begin
@@ -167,10 +169,22 @@ class Shared:
 
 def made(way: Way, folder: str) -> SFTTrainer:
     """Returns a trainer of a small model with random weights, for one epoch."""
-    torch.manual_seed(0)
     random = np.random.default_rng(0)
     lengths = [*random.integers(*SHORT_TOKENS, DOCUMENTS - LONG), *random.integers(*LONG_TOKENS, LONG)]
     documents = [{"input_ids": random.integers(0, VOCABULARY, length).tolist()} for length in random.permutation(lengths)]
+    defaults = {"output_dir": folder, "num_train_epochs": 1, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    args = SFTConfig(**{**defaults, **quiet, **way.options})
+    data = datasets.Dataset.from_list(documents)
+    trainer = SFTTrainer(model(), args=args, train_dataset=data, processing_class=tokenizer())
+    if args.packing:  # as many steps as the others have
+        args.gradient_accumulation_steps = max(1, round(len(trainer.train_dataset) / STEPS / dist.get_world_size()))
+        trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    return trainer
+
+
+def model() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -181,21 +195,17 @@ def made(way: Way, folder: str) -> SFTTrainer:
         head_dim=32,
         max_position_embeddings=LONG_TOKENS[1],
     )
-    defaults = {"output_dir": folder, "num_train_epochs": 1, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1}
-    args = SFTConfig(**{**defaults, **quiet, **way.options})
-    data = datasets.Dataset.from_list(documents)
-    trainer = SFTTrainer(transformers.Qwen2ForCausalLM(config), args=args, train_dataset=data, processing_class=tokenizer())
-    if args.packing:  # as many steps as the others have
-        args.gradient_accumulation_steps = max(1, round(len(trainer.train_dataset) / STEPS / dist.get_world_size()))
-        trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-    return trainer
+    return transformers.Qwen2ForCausalLM(config)
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models
+    """A tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({"[P]": 0, "[E]": 1, "[U]": 2}, unk_token="[U]"))
+    special = ["[P]", "[E]", "[U]"]
+    vocabulary = {word: number for number, word in enumerate([*special, *(f"w{n}" for n in range(VOCABULARY - 3))])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[U]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[P]", eos_token="[E]", unk_token="[U]")
 
 
