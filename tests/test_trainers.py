@@ -25,6 +25,7 @@ from tests.trainer_cases import (
     pad,
     prefer,
     share,
+    tokenizer,
     train,
 )
 from tests.workers import Workers
@@ -406,6 +407,22 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
     dynamic_context_parallel(streamed, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
     with pytest.raises(TrainerError, match=r"has 90 tokens.*shorten the documents, as SFTConfig's max_length does"):
         streamed.train()
+
+
+def test_documents_that_trl_has_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    as_rank_alone()
+    args = SFTConfig(**{**arguments(tmp_path, 1, 1, eval_strategy="no"), "remove_unused_columns": True}, max_length=40)
+    data = datasets.Dataset.from_list([{"input_ids": row["input_ids"]} for row in documents()])
+    ours = SFTTrainer(model(), args=args, train_dataset=data, processing_class=tokenizer())
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    longer = sum(len(row["input_ids"]) >= 40 for row in documents())
+    assert (
+        f"note: {longer} of {DOCUMENTS} documents of train_dataset have exactly max_length=40 tokens" in capsys.readouterr().out
+    )
+    restore(ours)
 
 
 def test_fields_that_would_be_lost_are_refused(tmp_path: Path) -> None:

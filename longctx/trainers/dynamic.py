@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from pyarrow import compute
@@ -62,7 +64,7 @@ def dynamic_context_parallel(
     check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
     groups = _groups(args)
     described, most = _profile_and_budget(trainer, profile, tokens_per_rank, groups[1])
-    _refuse_long_documents(trainer, most * args.world_size)
+    notes = list(_check_documents(trainer, most * args.world_size))
     sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups)
     with sharing.undo as undo:
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
@@ -76,7 +78,7 @@ def dynamic_context_parallel(
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
-        print(*described.lines, f"documents are split over {args.world_size} ranks of {most:,} tokens", sep="\n")
+        print(*described.lines, f"documents are split over {args.world_size} ranks of {most:,} tokens", *notes, sep="\n")
 
 
 def restore(trainer: Any) -> None:
@@ -171,26 +173,33 @@ def _profile_and_budget(
     return described, tokens_that_fit(trainer, spec, dtype, described.profile, int(least))
 
 
-def _longest_document(data: Any) -> int:
-    """Returns the tokens of the longest document of a data set, from offsets alone, also of rows that TRL has packed."""
-    packed, longest = "seq_lengths" in data.column_names, 0
+def _document_lengths(data: Any) -> npt.NDArray[np.int64]:
+    """Returns the tokens of every document of a data set, from offsets alone, also of rows that TRL has packed."""
+    packed, lengths = "seq_lengths" in data.column_names, [np.zeros(0, np.int64)]
     for table in data.select_columns("seq_lengths" if packed else "input_ids").with_format("arrow").iter(10_000):
-        (lengths,) = table.columns
-        lengths = compute.list_flatten(lengths) if packed else compute.list_value_length(lengths)
-        longest = max(longest, compute.max(lengths).as_py() or 0)
-    return longest
+        (column,) = table.columns
+        lengths.append((compute.list_flatten(column) if packed else compute.list_value_length(column)).to_numpy())
+    return np.concatenate(lengths)
 
 
-def _refuse_long_documents(trainer: Any, most: int) -> None:
-    """Raises TrainerError for a data set with `input_ids` of which a document is longer than all ranks hold."""
+def _check_documents(trainer: Any, most: int) -> Iterator[str]:
+    """Yields a note for each data set with documents that TRL may have cut.
+
+    Raises TrainerError for a data set with `input_ids` of which a document is longer than all ranks hold.
+    """
     for name in ("train_dataset", "eval_dataset"):
         data: Any = getattr(trainer, name, None)
         for each in data.values() if isinstance(data, dict) else [data]:
             if "input_ids" not in (getattr(each, "column_names", None) or ()) or not hasattr(each, "data"):
                 continue
-            longest = _longest_document(each)
-            if longest > most:
+            lengths, limit = _document_lengths(each), getattr(trainer.args, "max_length", None)
+            if (longest := lengths.max(initial=0)) > most:
                 raise TrainerError(
                     f"{name} has a document of {longest:,} tokens, but {trainer.args.world_size} ranks hold {most:,}: give "
                     "more tokens_per_rank, use more ranks, or shorten the documents"
+                )
+            if cut := int((lengths == limit).sum()):
+                yield (
+                    f"note: {cut:,} of {len(lengths):,} documents of {name} have exactly max_length={limit:,} tokens: TRL cuts "
+                    "longer ones. max_length=None in its config keeps them whole"
                 )
