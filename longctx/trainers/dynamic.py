@@ -132,6 +132,7 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
         yield
     finally:
         trainer.__class__, trainer.data_collator = kind, collate
+        vars(trainer).pop("_next", None)
 
 
 def _recorder(trainer: Any) -> Callable[[float], None]:
