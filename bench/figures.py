@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/evidence.md from bench/results, between their `figures` comments.
+"""Writes the figures of README.md, docs/evidence.md and docs/trainers.md from bench/results, between their `figures` comments.
 
     python bench/figures.py            # after bench/plan.py, bench/scaling.py or bench/cluster.py
     python bench/figures.py --check    # exits with 1 if a page has other figures
@@ -22,7 +22,7 @@ from longctx.comparison.modelled import PlannerRow, over_fixed_without_barriers
 from plan import FEW_LONG, times
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "evidence.md", ROOT / "docs" / "trainers.md")
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HEADLINE = ("wlb_128k", 64, 4)
 """Mix, ranks and documents per rank of README's example."""
@@ -257,6 +257,34 @@ def emulated_table() -> list[str]:
     return markdown(head, lines, 1)
 
 
+def trainers_table() -> list[str]:
+    """CPU time of an epoch of SFTTrainer, by way to train."""
+    by_way: dict[str, list[Row]] = {}
+    for row in rows_of("trainers"):
+        by_way.setdefault(row["way"], []).append(row)
+    columns = ("slowest_cpu_s", "fastest_cpu_s", "slowest_of_steps_cpu_s")
+    medians = {way: [statistics.median(float(row[name]) for row in rows) for name in columns] for way, rows in by_way.items()}
+    ours = medians["longctx"]
+    lines = [
+        [way, *(f"{value:.1f}" for value in values), f"{ours[0] / values[0]:.2f}", f"{ours[2] / values[2]:.2f}"]
+        for way, values in medians.items()
+    ]
+    head = ["CPU seconds of an epoch", "slowest rank", "fastest rank", "slowest rank of each step"]
+    return markdown([*head, "longctx to it, slowest rank", "of each step"], lines, 1)
+
+
+def trainers_sentence() -> list[str]:
+    """What planning cost in bench/trainers.py, and when it ran."""
+    rows = [row for row in rows_of("trainers") if row["way"] == "longctx"]
+    cpu, wait = (max(float(row[name]) for row in rows) for name in ("sharing_cpu_share", "sharing_wait_share"))
+    text = (
+        f"Planning and the exchange of token ids took at most {cpu:.1%} of a rank's CPU time, and steps waited at "
+        f"most {wait:.1%} of their time for them. Medians of {len(rows)} rounds on {rows[0]['ranks']} processes, "
+        f"{rows[0]['date']}, transformers {rows[0]['transformers']}, TRL {rows[0]['trl']}."
+    )
+    return textwrap.wrap(text, 160)
+
+
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "headline": headline,
     "emulated-sentence": emulated_sentence,
@@ -266,6 +294,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "gaps": gaps_table,
     "planning": planning_table,
     "emulated": emulated_table,
+    "trainers": trainers_table,
+    "trainers-sentence": trainers_sentence,
 }
 
 if __name__ == "__main__":

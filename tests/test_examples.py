@@ -112,3 +112,27 @@ def test_the_transformers_example_is_short() -> None:
     """Less than sixty lines that are not blank, as promised."""
     lines = (EXAMPLES / "huggingface_ring.py").read_text("utf-8").splitlines()
     assert sum(bool(line.strip()) for line in lines) < 60
+
+
+def without_versions_and_errors(printed: str) -> list[str]:
+    """The lines of examples/packed_documents_stay_apart.py without what differs between machines."""
+    return [re.sub(r" +\de[+-]\d\d$|\d+\.\d+\.\d+", "", line) for line in printed.strip().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packed_documents_stay_apart(ranks: int) -> None:
+    """The program asserts it for longctx; what it prints is what the page shows."""
+    page = (EXAMPLES.parent / "docs" / "packed-documents.md").read_text("utf-8")
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    printed, _ = launched.run(EXAMPLES / "packed_documents_stay_apart.py", ranks=ranks)
+    assert without_versions_and_errors(printed) == without_versions_and_errors(shown.replace("degree 2", f"degree {ranks}"))
+    errors = re.findall(r"longctx.* (\de[+-]\d\d)$", printed, re.M)
+    assert len(errors) == 3 and max(map(float, errors)) < TOLERANCE
+
+
+def test_the_program_for_users_of_ring_flash_attn_runs_as_printed(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "coming-from-ring-flash-attn.md").read_text("utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.py").write_text(program)
+    one, two = (launched.run(tmp_path / "program.py", ranks=ranks)[0].split(", documents by degree ") for ranks in (1, 2))
+    assert one[0] == two[0] and one[1] == "{1: 5}\n" and two[1] == "{1: 4, 2: 1}\n"

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "profiling": CORE | {"training"},
     "plots": {"errors", "units", "step_log", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
-    "trainers": {"errors", "planning", "attention", "data", "model", "training"},
+    "trainers": CORE | {"training", "memory"},
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
     "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml"},

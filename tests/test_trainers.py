@@ -17,6 +17,7 @@ from tests.trainer_cases import (
     LONGEST,
     PROFILE,
     TOKENS_PER_RANK,
+    VOCABULARY,
     arguments,
     documents,
     finetune,
@@ -29,7 +30,15 @@ from tests.trainer_cases import (
 from tests.workers import Workers
 
 PLAIN: dict[str, dict[str, Any]] = {}
-TOLERANCES = {"loss": 1e-6, "eval_loss": 1e-6, "grad_norm": 1e-5, "learning_rate": 0, "num_tokens": 0, "entropy": 1e-5}
+TOLERANCES = {
+    "loss": 1e-6,
+    "eval_likelihood": 1e-6,
+    "eval_loss": 1e-6,
+    "grad_norm": 1e-5,
+    "learning_rate": 0,
+    "num_tokens": 0,
+    "entropy": 1e-5,
+}
 OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 """Shares of tokens whose label is the likeliest: rounding decides between two that are equally likely."""
 
@@ -108,6 +117,32 @@ def test_a_data_set_that_is_streamed(workers: Workers, tmp_path: Path) -> None:
     for name in ("loss", "grad_norm"):
         logs = [[entry[name] for entry in log if "loss" in entry] for log in (ours, theirs)]
         assert len(logs[0]) == 5 and logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_predictions_come_back_to_the_ranks_of_their_rows(workers: Workers, tmp_path: Path, ranks: int) -> None:
+    """`compute_metrics` and `predict` see the logits of whole documents, those without a target included."""
+    runs = workers.run(train, ranks, tmp_path, "qwen2", 1, True, PREDICTING)
+    expected = plain(workers, tmp_path, train, "qwen2", PREDICTING)
+    assert "eval_likelihood" in expected["log"][4]
+    assert_equal(runs, expected)
+    theirs = expected["predictions"]
+    kept = np.flatnonzero(theirs.label_ids != -100)
+    assert theirs.predictions.shape == (7, LONGEST, VOCABULARY) and len(kept) > 100
+    for run in runs:
+        predictions, label_ids, metrics = run["predictions"]
+        assert np.array_equal(label_ids, theirs.label_ids)
+        ours, plain_logits = (each.reshape(-1, VOCABULARY)[kept] for each in (predictions, theirs.predictions))
+        assert np.allclose(ours, plain_logits, rtol=0, atol=1e-5)
+        assert metrics["test_likelihood"] == pytest.approx(theirs.metrics["test_likelihood"], rel=1e-6)
+
+
+def test_metrics_of_conversations(workers: Workers, tmp_path: Path) -> None:
+    runs = workers.run(finetune, 2, tmp_path, 1, True, PREDICTING)
+    assert_equal(runs, plain(workers, tmp_path, finetune, PREDICTING))
 
 
 def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
@@ -216,16 +251,17 @@ def as_rank_alone() -> None:
 
 
 def test_restored_it_is_as_before(tmp_path: Path) -> None:
-    ours = trainer(tmp_path, max_steps=1)
+    ours = trainer(tmp_path, max_steps=1, prediction_loss_only=False)
     kind, attention = type(ours), ours.model.config._attn_implementation
     dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     ours.train()
     ids = torch.tensor([[3, 4, 5]])
     generated = ours.model.generate(ids, max_new_tokens=4, do_sample=False)
-    with pytest.raises(TrainerError, match=r"call restore\(trainer\) first"):
-        ours.predict(documents(3))
     with pytest.raises(TrainerError, match="already has dynamic context parallelism"):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    ours.data_collator.collate = lambda rows: {name: each for name, each in pad(rows).items() if name != "labels"}
+    unlabelled = ours.predict(documents(3))
+    assert unlabelled.predictions.shape == (3, LONGEST, VOCABULARY) and unlabelled.label_ids is None
     ours.save_model(str(tmp_path / "saved"))
     assert "longctx" not in json.dumps(json.loads((tmp_path / "saved" / "config.json").read_text()))
     restore(ours)
@@ -238,12 +274,27 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
 def test_plans_are_made_by_constants_scaled_to_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = trainer(tmp_path)
     dynamic_context_parallel(ours, tokens_per_rank=200)
-    profile = ours.dynamic.sharing.profile
+    profile = ours.dynamic.profile
     assert profile.kv_bytes_per_token == 3 * 2 * 2 * 2 * 8 * 4, "passes, layers, K and V, heads, size, float32"
     assert profile.query_share == 0 and profile.exchange_levels == 1, "as transformers' own code and its exchange are"
     printed = capsys.readouterr().out
     assert "profile cpu-2core" in printed and "scaled to this model" in printed
     assert "documents are split over 1 ranks of 200 tokens" in printed
+
+
+def test_tokens_per_rank_are_those_that_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def default(available: int, **options: Any) -> int:
+        monkeypatch.setattr("longctx.trainers.dynamic.available_bytes", lambda device, ranks: available)
+        ours = trainer(tmp_path, **options)
+        dynamic_context_parallel(ours, profile=PROFILE)
+        tokens: int = ours.dynamic.tokens_per_rank
+        restore(ours)
+        return tokens
+
+    small, large, recomputed = default(2**28), default(2**30), default(2**28, gradient_checkpointing=True)
+    assert 1024 <= small < recomputed < large / 2 and small % 1024 == 0
+    with pytest.raises(TrainerError, match=r"1,024 tokens per rank need .* by estimate.*or give tokens_per_rank"):
+        default(2**20)
 
 
 def with_attention_dropout() -> Any:
@@ -320,15 +371,11 @@ def test_refusals_of_trainers(tmp_path: Path) -> None:
         dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE)
     dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
     restore(own)
-    own.compute_metrics, own.compute_loss_func = (lambda predictions: {}), (lambda *given, **named: 0)
-    with pytest.raises(
-        TrainerError, match=r"compute_loss_func sees only this rank's tokens.*compute_metrics needs the predictions"
-    ):
+    own.compute_loss_func = lambda *given, **named: 0
+    with pytest.raises(TrainerError, match="compute_loss_func sees only this rank's tokens"):
         dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
     with pytest.raises(UserError, match="mode is 'dynamic': must be one of"):
         dynamic_context_parallel(trainer(tmp_path), tokens_per_rank=200, mode="dynamic")
-    with pytest.raises(TrainerError, match="tokens_per_rank is not given and max_length is not set"):
-        dynamic_context_parallel(trainer(tmp_path), profile=PROFILE)
 
 
 def test_other_trainers_of_trl_are_refused_by_name(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def as_rank() -> int:
 
 def report(trainer: Any) -> dict[str, Any]:
     """What is compared between runs."""
-    shared = trainer.dynamic.sharing if hasattr(trainer, "dynamic") else None
+    shared = trainer.dynamic if hasattr(trainer, "dynamic") else None
     parts = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     whole = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in parts)
     weights = {name: each.detach().clone() for name, each in whole}
@@ -126,17 +126,28 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
         data = datasets.Dataset.from_list(data).to_iterable_dataset()
     if "fsdp" in options:
         select_fsdp_on_cpus()
+    predicting = options.pop("predicting", False)
     trainer = Trainer(
         model(kind),
         TrainingArguments(**arguments(folder, ranks, accumulation, **options)),
         data_collator=pad,
         train_dataset=data,
         eval_dataset=documents(19, seed=1),
+        compute_metrics=likelihood if predicting else None,
     )
     if dynamic:
         dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else LONGEST, profile=PROFILE)
     trainer.train(resume_from_checkpoint=resume)
-    return report(trainer)
+    predictions = trainer.predict(documents(7, seed=2)) if predicting else None
+    return report(trainer) | {"predictions": predictions}
+
+
+def likelihood(prediction: Any) -> dict[str, float]:
+    """A metric of logits and labels."""
+    likelihoods = torch.log_softmax(torch.tensor(prediction.predictions[:, :-1]), -1)
+    labels = torch.tensor(prediction.label_ids[:, 1:])
+    chosen = likelihoods.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return {"likelihood": chosen[labels != -100].mean().item()}
 
 
 def select_fsdp_on_cpus() -> None:
@@ -202,7 +213,7 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
-    lora, kind = options.pop("lora", False), options.pop("kind", "qwen2")
+    lora, kind, predicting = options.pop("lora", False), options.pop("kind", "qwen2"), options.pop("predicting", False)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
     defaults = {"assistant_only_loss": True, "max_length": None}
     data = [datasets.Dataset.from_list(conversations(count, seed)) for count, seed in ((DOCUMENTS, 0), (19, 1))]
@@ -214,6 +225,7 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
         eval_dataset=data[1],
         processing_class=tokenizer(),
         peft_config=adapters,
+        compute_metrics=likelihood if predicting else None,
     )
     if dynamic:
         dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 2 * LONGEST, profile=PROFILE)
@@ -281,7 +293,7 @@ def preferences(kind: str) -> list[dict[str, Any]]:
 def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool, list[int]]:
     """Shares a step of random documents, by rank, batch and document.
 
-    Returns whether this rank got what packing all documents gives it, and how many tokens it sent to every rank.
+    Returns whether this rank got what packing all documents gives it, and gave it back, and the tokens it sent to every rank.
     """
     from longctx.data.packing import pack_documents
     from longctx.trainers.documents import Document
@@ -296,15 +308,15 @@ def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool,
 
     dist.all_to_all_single = counting
     try:
-        sharing = Sharing(PROFILE, TOKENS_PER_RANK, "auto", None, dist.group.WORLD, torch.device("cpu"))
+        world = dist.group.WORLD
+        sharing = Sharing(PROFILE, TOKENS_PER_RANK, "auto", None, "auto", torch.device("cpu"), world, world)
         mine = [[Document(*(np.array(part, np.int32) for part in document)) for document in batch] for batch in batches[rank]]
         step = sharing.share(mine)
     finally:
         dist.all_to_all_single = exchange
-    assert step.plan is not None
     everything = [document for turn in zip(*batches, strict=True) for batch in turn for document in batch]
-    trained = [(ids, labels) for ids, labels in everything if any(label != -100 for label in labels[1:])]
-    expected, targets = pack_documents(step.plan, rank, *zip(*trained, strict=True))
+    trained = [(ids, labels) for ids, labels in everything if has_target(labels)]
+    expected, targets = pack_documents(sharing.plans[-1], rank, *zip(*trained, strict=True))
     pairs = zip(step.micro_batches, expected, strict=True)
     same = all(
         torch.equal(ours.tokens, theirs.tokens)
@@ -313,4 +325,17 @@ def share(batches: list[list[list[tuple[list[int], list[int]]]]]) -> tuple[bool,
         for ours, theirs in pairs
     )
     assert step.tokens == sum(len(ids) for ids, _ in everything)
+    drawn = [document for batch in batches[rank] for document in batch]
+    mask = torch.zeros(len(drawn) + 1, LONGEST * 2)
+    back = torch.zeros(*mask.shape, 2, dtype=torch.int64)
+    for row, (ids, labels) in enumerate(drawn):
+        mask[row, : len(ids)] = 1
+        if has_target(labels):
+            back[row, : len(ids)] = torch.stack([torch.tensor(ids), torch.arange(len(ids))], 1)
+    values = [torch.stack([batch.tokens, batch.positions], 1) for batch in step.micro_batches]
+    same &= torch.equal(sharing.rows_of_batch(step, values, mask), back)
     return same and targets == step.targets, sent
+
+
+def has_target(labels: list[int]) -> bool:
+    return any(label != -100 for label in labels[1:])

@@ -65,7 +65,7 @@ class AdaptedModel(TransformersModel):
         for parameter in self.parameters():
             if not parameter.requires_grad:  # adapters stay float32
                 parameter.data = parameter.data.to(dtype)
-        self.spec = _with_adapters(self.spec, self.layers)
+        self.spec = with_adapters(self.spec, self.layers)
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
         """Draws A from Kaiming's uniform distribution, as peft, by `seed` and `name`; B is 0; others are the checkpoint's."""
@@ -204,7 +204,8 @@ def _inject(hf: Any, config: Any) -> set[str]:
     return {name.removesuffix(A) for name in names if name.endswith(A)}
 
 
-def _with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
+def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
+    """Returns the sizes of a model of whose `blocks` only adapters are trained."""
     layers = []
     for layer, block in zip(spec.layers, blocks, strict=True):
         sizes = {name: parameter.shape for name, parameter in block.named_parameters() if parameter.requires_grad}

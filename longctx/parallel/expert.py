@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longctx.model.experts import Experts, Send, SparseMLP, by_expert, in_turns, inverse, take
 from longctx.model.protocol import Model
+from longctx.parallel.all_to_all import exchange_rows
 from longctx.parallel.recompute import unseen
 
 
@@ -83,12 +84,12 @@ def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ())
         def turn(number: int, *leaving: torch.Tensor) -> torch.Tensor:
             first, last = rows * number // turns, rows * (number + 1) // turns
             sent, received = ((last - first)[mine].tolist(), (last - first)[:, mine].tolist())
-            arrived = _exchange(torch.cat(leaving), sent, received, group)
+            arrived = exchange_rows(torch.cat(leaving), sent, received, group)
             expert = _experts(_between(known[:, mine], first[:, mine], last[:, mine]), sum(received), x.device)
             sorting, of_expert = by_expert(expert, held)
             undo = inverse(sorting)
             out = take(mlp.experts(take(arrived, sorting, undo), of_expert), undo, sorting)
-            return _exchange(out, received, sent, group)
+            return exchange_rows(out, received, sent, group)
 
         places = [[part * number // turns for number in range(turns + 1)] for part in rows[mine].tolist()]
         parts = [[each[at[n] : at[n + 1]] for each, at in zip(leaving, places, strict=True)] for n in range(turns)]
@@ -112,32 +113,6 @@ def _of_all_ranks(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     everyones = counts.new_empty(group.size(), group.size(), len(counts) // group.size())
     dist.all_gather(list(everyones.flatten(1).unbind()), counts, group=group)
     return everyones.cpu()
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Sends the first `sent[0]` of the rows [rows, hidden] to the first rank, and so on. Returns those that arrive."""
-    out: torch.Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch's is untyped
-    return out
-
-
-class _AllToAll(torch.autograd.Function):
-    """torch's all-to-all; its own differentiable forms are deprecated or not in torch 2.11."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.given = sent, received, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, received, group = ctx.given
-        return _all_to_all(gradient, received, sent, group), None, None, None
-
-
-def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    arrived = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
 
 
 def _between(counts: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

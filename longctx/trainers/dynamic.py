@@ -1,6 +1,7 @@
 """Attaches dynamic context parallelism to a trainer, and takes it off."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from longctx.attention import warm_up
 from longctx.attention.huggingface import prepare
 from longctx.attention.huggingface_check import HuggingFaceError
 from longctx.attention.linear.huggingface import restore_linear
+from longctx.memory.advisor import available_bytes
 from longctx.model.huggingface import block_name
 from longctx.model.huggingface_spec import spec_of
+from longctx.model.lora import with_adapters
+from longctx.parallel.environment import processes_per_node
 from longctx.planning.check import check_settings
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.attached import Attached
+from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.refusals import TrainerError, needs_sequences, refuse
@@ -41,8 +45,7 @@ def dynamic_context_parallel(
 
     Args:
         trainer: the trainer, with a causal language model of transformers.
-        tokens_per_rank: maximum tokens per rank in a forward pass. None: per_device_train_batch_size × max_length of
-            TRL's config, which is what the trainer's own batches may have.
+        tokens_per_rank: maximum tokens per rank in a forward pass. None: what the memory of the fullest rank holds by estimate.
         profile: hardware profile, a name or a file; None: that of the device.
         mode, degree: see `make_plan`.
         kernel: kernel of attention; see `ring_attention`.
@@ -54,79 +57,46 @@ def dynamic_context_parallel(
         raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
     refuse(trainer, own_loss_is_a_token_sum)
     args = trainer.args
-    most = tokens_per_rank or _default_tokens_per_rank(args)
-    check_settings(args.world_size, most, mode, degree, None, None)
-    described = _profile(trainer, profile)
+    check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
+    groups = _groups(args)
+    described, most = _profile_and_budget(trainer, profile, tokens_per_rank, groups[1])
     _refuse_long_documents(trainer, most * args.world_size)
-    attentions = _prepare_models(trainer)
-    group = None
-    if args.world_size > 1:
-        group = dist.new_group(timeout=args.ddp_timeout_delta)
-        warm_up(group, args.device)
-    sharing = Sharing(described.profile, most, mode, degree, group, args.device)
-    attached = Attached(sharing, {"group": group, "kernel": kernel, "device": args.device}, attentions)
-    trainer.dynamic = attached
+    sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups)
+    with sharing.undo as undo:
+        models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
+        for model in models:
+            undo.enter_context(_prepared(model))
+        if needs_sequences(trainer):
+            for model in models:
+                undo.callback(PlannedHead(model, sharing).remove)
+        else:
+            undo.enter_context(_whole_steps(trainer))
+        trainer.dynamic = sharing
+        sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
         print(*described.lines, f"documents are split over {args.world_size} ranks of {most:,} tokens", sep="\n")
-    for model, attention in attentions:
-        model.generate = _with_own_attention(model, attention)
-    if needs_sequences(trainer):
-        attached.heads = [PlannedHead(model, sharing, attached.ring_options) for model, _ in attentions]
-    else:
-        kind = type(trainer)
-        trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
-        trainer.data_collator = CountingRows(trainer.data_collator)
 
 
 def restore(trainer: Any) -> None:
     """Gives a trainer its own steps and its models their own attention again. Does nothing to other trainers."""
-    if not hasattr(trainer, "dynamic"):
-        return
-    attached: Attached = trainer.dynamic
-    for head in attached.heads:
-        head.remove()
-    for model, _ in attached.attentions:
-        del model.generate
-    _restore_models(attached.attentions)
-    if isinstance(trainer, WholeSteps):
-        trainer.data_collator = trainer.data_collator.collate
-        trainer.__class__ = type(trainer).__mro__[2]
-    del trainer.dynamic
+    if hasattr(trainer, "dynamic"):
+        trainer.dynamic.undo.close()
+        del trainer.dynamic
 
 
-def _prepare_models(trainer: Any) -> list[tuple[Any, str]]:
-    """Prepares the trainer's model and reference model, and returns each with the name of its previous attention.
-
-    Raises TrainerError, and leaves both unchanged.
-    """
-    attentions: list[tuple[Any, str]] = []
-    models = [trainer.model, *filter(None, [getattr(trainer, "ref_model", None)])]
-    try:
-        for model in (prepared_part(trainer, model) for model in models):
-            before = model.config._attn_implementation
-            prepare(model)
-            attentions.append((model, before))
-    except HuggingFaceError as error:
-        _restore_models(attentions)
-        raise TrainerError(str(error)) from error
-    return attentions
+def _groups(args: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Returns a group of all ranks for rings, and one for ids, which a thread exchanges between CPUs. Collective."""
+    if args.world_size == 1:
+        return None, None
+    rings = dist.new_group(timeout=args.ddp_timeout_delta)
+    warm_up(rings, args.device)
+    return rings, dist.new_group(backend="gloo", timeout=args.ddp_timeout_delta)
 
 
-def _restore_models(attentions: Sequence[tuple[Any, str]]) -> None:
-    for model, attention in attentions:
-        restore_linear(model)
-        model.set_attn_implementation(attention)
-
-
-def prepared_part(trainer: Any, model: Any) -> Any:
-    """Returns the model of transformers inside a model of the trainer and its adapters."""
-    inner = trainer.accelerator.unwrap_model(model)
-    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
-
-
-def _with_own_attention(model: Any, attention: str) -> Callable[..., Any]:
-    """Returns the model's `generate`, which has no layout, with the model's own attention."""
-    generate = model.generate
+@contextlib.contextmanager
+def _prepared(model: Any) -> Iterator[None]:
+    """Prepares a model; its `generate`, which has no layout, keeps the model's own attention. Raises TrainerError."""
+    attention, generate = model.config._attn_implementation, model.generate
 
     def generating(*arguments: Any, **named: Any) -> Any:
         ring = model.config._attn_implementation
@@ -136,27 +106,58 @@ def _with_own_attention(model: Any, attention: str) -> Callable[..., Any]:
         finally:
             model.set_attn_implementation(ring)
 
-    return generating
+    try:
+        prepare(model)
+    except HuggingFaceError as error:
+        raise TrainerError(str(error)) from error
+    model.generate = generating
+    try:
+        yield
+    finally:
+        del model.generate
+        restore_linear(model)
+        model.set_attn_implementation(attention)
 
 
-def _profile(trainer: Any, profile: HardwareProfile | str | None) -> RunProfile:
-    """Returns the profile, scaled to the trainer's model unless it is given as a value."""
-    if isinstance(profile, HardwareProfile):
-        return RunProfile("given", profile, ("profile: given as a value, used unscaled",))
+@contextlib.contextmanager
+def _whole_steps(trainer: Any) -> Iterator[None]:
+    kind, collate = type(trainer), trainer.data_collator
+    trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
+    trainer.data_collator = CountingRows(collate)
+    try:
+        yield
+    finally:
+        trainer.__class__, trainer.data_collator = kind, collate
+
+
+def prepared_part(trainer: Any, model: Any) -> Any:
+    """Returns the model of transformers inside a model of the trainer and its adapters."""
+    inner = trainer.accelerator.unwrap_model(model)
+    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
+
+
+def _profile_and_budget(
+    trainer: Any, profile: HardwareProfile | str | None, tokens_per_rank: int | None, group: dist.ProcessGroup | None
+) -> tuple[RunProfile, int]:
+    """Returns the profile, scaled to the trainer's model unless it is given as a value, and the tokens per rank. Collective."""
     args, model = trainer.args, prepared_part(trainer, trainer.model)
-    spec = spec_of(model, model.get_submodule(block_name(model)))
+    blocks = model.get_submodule(block_name(model))
+    spec = spec_of(model, blocks)
+    if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
+        spec = with_adapters(spec, blocks)
     dtype = "bfloat16" if args.bf16 or next(model.parameters()).dtype == torch.bfloat16 else "float32"
-    return model_profile(profile, spec, dtype, args.device, args.world_size, "full" if args.gradient_checkpointing else "none")
-
-
-def _default_tokens_per_rank(args: Any) -> int:
-    longest: int | None = getattr(args, "max_length", None)
-    if longest is None:
-        raise TrainerError(
-            "tokens_per_rank is not given and max_length is not set: give the tokens that a forward pass of one rank may have, "
-            "such as tokens_per_rank=16384"
+    if isinstance(profile, HardwareProfile):
+        described = RunProfile("given", profile, ("profile: given as a value, used unscaled",))
+    else:
+        described = model_profile(
+            profile, spec, dtype, args.device, args.world_size, "full" if args.gradient_checkpointing else "none"
         )
-    return longest * int(args.per_device_train_batch_size)
+    if tokens_per_rank:
+        return described, tokens_per_rank
+    least = torch.tensor(available_bytes(args.device, processes_per_node(args.world_size) or args.world_size) or 0)
+    if group is not None:
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return described, tokens_that_fit(trainer, spec, dtype, described.profile, int(least))
 
 
 def _longest_document(data: Any) -> int:

@@ -26,17 +26,17 @@ def refuse(trainer: Any, own_loss_is_a_token_sum: bool) -> None:
 
 def needs_sequences(trainer: Any) -> bool:
     """Returns whether a trainer's loss needs values of whole sequences."""
-    return _trainer_of_trl(trainer) in OF_SEQUENCES
+    return trainer_of_trl(trainer) in OF_SEQUENCES
 
 
-def _trainer_of_trl(trainer: Any) -> str | None:
+def trainer_of_trl(trainer: Any) -> str | None:
     """Returns the name of the trainer of TRL that a trainer is or extends; None for others."""
     of_trl = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
     return next((name for name in of_trl if not name.startswith("_")), None)
 
 
 def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[str]:
-    if (name := _trainer_of_trl(trainer)) not in (None, *OF_TOKENS, *OF_SEQUENCES):
+    if (name := trainer_of_trl(trainer)) not in (None, *OF_TOKENS, *OF_SEQUENCES):
         yield f"{name} is not supported: use transformers.Trainer, {', '.join(OF_TOKENS + OF_SEQUENCES)} or a subclass of those"
     own = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
     if own.__module__.split(".")[0] not in ("transformers", "trl") and not own_loss_is_a_token_sum:
@@ -46,8 +46,6 @@ def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[s
         )
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func sees only this rank's tokens: omit it"
-    if trainer.compute_metrics is not None:
-        yield "compute_metrics needs the predictions of whole documents: omit it, eval_loss is computed"
     if not trainer.model_accepts_loss_kwargs:
         yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
     if getattr(trainer, "aux_loss_enabled", False):
@@ -74,8 +72,6 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
         yield "even_batches is False: ranks would have different numbers of batches, and wait for each other: set it to True"
     if accelerator.dispatch_batches and hasattr(trainer.train_dataset, "__len__"):
         yield "dispatch_batches is True, with which rows that repeat others cannot be told: omit it"
-    if trainer.preprocess_logits_for_metrics is not None:
-        yield "preprocess_logits_for_metrics needs the logits of whole documents: omit it"
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and accelerator.state.fsdp_plugin.fsdp_version != 2:
         yield "FSDP version 1 is not supported: set fsdp_version to 2"
 

@@ -3,24 +3,27 @@
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from longctx.attention.huggingface import model_inputs
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, fill
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.layout import Shard, Span
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers.documents import Document
+from longctx.trainers.exchange import Exchange, Known
 from longctx.trainers.refusals import TrainerError
 
-TokensAndLabels = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-NOTHING: TokensAndLabels = np.empty(0, np.int64), np.empty(0, np.int64)
+Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,9 @@ class Share:
     Attributes:
         micro_batches: documents and parts of documents of this rank, for every micro-batch of the plan.
         micro_batch_targets: number of targets of every micro-batch, over all ranks.
-        targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target,
-            which are not trained.
+        targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target.
         batches: number of batches that the rank with most batches has.
-        plan: the plan; None without documents.
-        documents: the documents of the plan.
+        exchange: how rows travel; None without documents.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -42,38 +43,37 @@ class Share:
     targets: int = 0
     tokens: int = 0
     batches: int = 0
-    plan: Plan | None = None
-    documents: Sequence["Known"] = ()
-
-
-@dataclass(frozen=True)
-class Known:
-    """What all ranks know of a document: its place and sizes."""
-
-    rank: int
-    number: int  # among the documents of its rank
-    length: int
-    targets: int
+    exchange: Exchange | None = None
 
 
 @dataclass
 class Sharing:
-    """Shares steps over the ranks of a group.
+    """Shares steps over ranks: what dynamic context parallelism adds to a trainer.
 
     Attributes:
         profile, tokens_per_rank, mode, degree: see `make_plan`.
-        group: ranks that share steps; None for one process.
-        device: device of messages.
+        kernel, device: of attention.
+        group: ranks that share steps, for rings and values; None for one process.
+        ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models run.
         plans: the last plans, for reports.
+        undo: what `restore` closes.
     """
 
     profile: HardwareProfile
     tokens_per_rank: int
     mode: str
     degree: int | None
-    group: dist.ProcessGroup | None
+    kernel: str
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    ids_group: dist.ProcessGroup | None = None
     plans: deque[Plan] = field(default_factory=lambda: deque(maxlen=100))
+    undo: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        # One thread, so that all ranks share in the same order.
+        self._thread = ThreadPoolExecutor(1, "longctx-share")
+        self.undo.callback(self._thread.shutdown)
 
     @property
     def ranks(self) -> int:
@@ -83,38 +83,64 @@ class Sharing:
     def rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def share(self, batches: Sequence[Sequence[Document]]) -> Share:
-        """Returns this rank's share of the documents that all ranks have in their batches. Collective."""
+    def start(self, batches: Sequence[Sequence[Document]], every: bool = False) -> Future[Share]:
+        """Begins `share` in a thread."""
+        return self._thread.submit(self.share, batches, every)
+
+    def share(self, batches: Sequence[Sequence[Document]], every: bool = False) -> Share:
+        """Returns this rank's share of the documents that all ranks have in their batches. Collective.
+
+        Documents without a target are left out, unless `every` document is needed.
+        """
         known = self._gather(batches)
         everything = list(itertools.chain.from_iterable(known))
         if not everything:
             return Share(batches=len(known))
-        trained = [document for document in everything if document.targets] or everything[:1]
-        plan = self._plan([document.length for document in trained])
+        planned = [document for document in everything if every or document.targets] or everything[:1]
+        plan = self._plan([document.length for document in planned])
         mine = list(itertools.chain.from_iterable(batches))
-        layouts = [plan.layout(index, self.rank) for index in range(len(plan.micro_batches))]
-        spans = self._exchange(plan, trained, mine)
+        exchange = Exchange.of(plan, planned, self.rank, [len(document.tokens) for document in mine])
+        rows = np.concatenate([np.empty((0, 2), np.int64), *map(_tokens_and_shifted_labels, mine)])
+        held = exchange.to_holders(torch.from_numpy(rows), self.ids_group).numpy()
 
-        def read(document: int, start: int, _: int) -> TokensAndLabels:
-            return spans.get((document, start), NOTHING)
+        def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
+            at = exchange.places[document, start]
+            return held[at : at + stop - start, 0], held[at : at + stop - start, 1]
 
         return Share(
-            micro_batches=[fill(layout, read) for layout in layouts],
-            micro_batch_targets=[sum(trained[placed.document].targets for placed in each) for each in plan.micro_batches],
-            targets=sum(document.targets for document in trained),
+            micro_batches=[fill(plan.layout(index, self.rank), read) for index in range(len(plan.micro_batches))],
+            micro_batch_targets=[sum(planned[placed.document].targets for placed in each) for each in plan.micro_batches],
+            targets=sum(document.targets for document in planned),
             tokens=sum(document.length for document in everything),
             batches=len(known),
-            plan=plan,
-            documents=trained,
+            exchange=exchange,
         )
+
+    def inputs(self, model: Any, batch: MicroBatch) -> dict[str, Any]:
+        """Returns the arguments of a model's forward; trainers divide by the number of targets themselves."""
+        inputs = model_inputs(model, batch, 1, group=self.group, kernel=self.kernel, device=self.device)
+        del inputs["num_items_in_batch"]
+        return inputs
+
+    def rows_of_batch(self, share: Share, values: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+        """Returns values of the tokens of this rank's batch, [*mask.shape, ..]; 0 where no token is kept. Collective.
+
+        `values` are those of the share's micro-batches, [tokens, ..] each, in which padding comes last. Differentiable.
+        """
+        assert share.exchange is not None  # a batch has a document
+        counts = [batch.layout.tokens for batch in share.micro_batches]
+        held = torch.cat([of_batch[:count] for of_batch, count in zip(values, counts, strict=True)])
+        own = share.exchange.to_owners(held, self.group)
+        places = torch.nonzero(mask)[: len(own)]  # rows without documents come last
+        return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((places[:, 0], places[:, 1]), own)
 
     def _gather(self, batches: Sequence[Sequence[Document]]) -> list[list[Known]]:
         """Returns the documents of all ranks, by batch, in the order in which one process would draw them."""
         sizes = [[(len(document.tokens), document.targets) for document in batch] for batch in batches]
         gathered = [sizes]
-        if self.group is not None:
+        if self.ids_group is not None:
             gathered = [[] for _ in range(self.ranks)]
-            dist.all_gather_object(gathered, sizes, group=self.group)
+            dist.all_gather_object(gathered, sizes, group=self.ids_group)
         numbers = [itertools.count() for _ in gathered]
         turns = itertools.zip_longest(*gathered, fillvalue=())
         return [
@@ -136,45 +162,7 @@ class Sharing:
         self.plans.append(plan)
         return plan
 
-    def _exchange(
-        self, plan: Plan, documents: Sequence[Known], mine: Sequence[Document]
-    ) -> dict[tuple[int, int], TokensAndLabels]:
-        """Returns tokens and shifted labels of this rank's spans, by document of the plan and start of the span.
 
-        Every rank sends each other rank the spans of its own documents that the other rank holds, and nothing else.
-        """
-        held = [_spans(plan, rank) for rank in range(self.ranks)]
-        sent = [_read(mine, documents, [span for span in spans if documents[span[0]].rank == self.rank]) for spans in held]
-        expected = [[span for span in held[self.rank] if documents[span[0]].rank == rank] for rank in range(self.ranks)]
-        received = torch.cat(sent).to(self.device)
-        if self.group is not None:
-            counts = [sum(stop - start for _, (start, stop) in spans) for spans in expected]
-            sent_rows, received = received, received.new_empty(sum(counts), 2)
-            dist.all_to_all_single(received, sent_rows, counts, list(map(len, sent)), group=self.group)
-        rows, at, spans_read = received.cpu().numpy(), 0, {}
-        for number, (start, stop) in itertools.chain.from_iterable(expected):
-            spans_read[number, start] = (rows[at : at + stop - start, 0], rows[at : at + stop - start, 1])
-            at += stop - start
-        return spans_read
-
-
-def _spans(plan: Plan, rank: int) -> list[tuple[int, Span]]:
-    """Returns the spans of documents that a rank holds, in the order of its micro-batches, without empty ones."""
-
-    def of(shard: Shard) -> list[tuple[int, Span]]:
-        return [(shard.document, span) for span in (shard.head, shard.tail) if span[0] < span[1]]
-
-    layouts = (plan.layout(index, rank) for index in range(len(plan.micro_batches)))
-    return [span for layout in layouts for shard in layout.shards for span in of(shard)]
-
-
-def _read(mine: Sequence[Document], documents: Sequence[Known], spans: Sequence[tuple[int, Span]]) -> torch.Tensor:
-    """Returns tokens and shifted labels of spans of this rank's documents, int64 [tokens, 2]."""
-    rows = [np.empty((0, 2), np.int64)]
-    for number, (start, stop) in spans:
-        document = mine[documents[number].number]
-        labels = np.full(stop - start, IGNORED_LABEL)
-        following = document.labels[start + 1 : stop + 1]
-        labels[: len(following)] = following
-        rows.append(np.stack([document.tokens[start:stop], labels], 1))
-    return torch.from_numpy(np.concatenate(rows))
+def _tokens_and_shifted_labels(document: Document) -> Ids:
+    """Returns int64 [tokens, 2]; the label of a token is the next one's."""
+    return np.stack([document.tokens, np.append(document.labels[1:], IGNORED_LABEL)], 1).astype(np.int64)

@@ -1,90 +1,113 @@
 """The trainers of which whole steps are planned: `transformers.Trainer`, TRL's `SFTTrainer`, and their subclasses.
 
-Three methods are replaced. `get_batch_samples` takes the batches that the trainer's own loader yields and shares the documents
-of all ranks; `training_step` and `prediction_step` run this rank's micro-batches. The trainer divides the loss by the targets
-of the whole step and multiplies it by the number of ranks, which DDP and FSDP undo, so nothing is scaled here.
+`get_batch_samples` takes the batches that the trainer's own loader yields and shares the documents of all ranks, one step
+ahead.
+`training_step` and `prediction_step` run this rank's micro-batches. The trainer divides the loss by the targets of the whole
+step and multiplies it by the number of ranks, which DDP and FSDP undo, so nothing is scaled here.
 """
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, IterableDataset
 
-from longctx.attention.huggingface import model_inputs
-from longctx.trainers.attached import Attached
-from longctx.trainers.documents import rows_of
-from longctx.trainers.refusals import TrainerError
-from longctx.trainers.step import Share
+from longctx.data import IGNORED_LABEL
+from longctx.trainers.documents import Document, rows_of
+from longctx.trainers.step import Share, Sharing
 
 
 class WholeSteps:
     """Mixin before a trainer's class: steps of the trainer are planned and shared."""
 
     data_collator: Any
-    dynamic: Attached
+    dynamic: Sharing
+    _next: tuple[Iterator[Any], Future[Share]] | None = None
+    """Batches of an epoch, and the step that is being shared from them while the one before runs."""
 
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Returns one item per batch, as the trainer counts them: empty ones, and last the share of the whole step."""
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-        share = self._shared(batches)
+        if self._next is None or self._next[0] is not epoch_iterator:
+            self._draw(epoch_iterator, num_batches)
+        share: Share = self._next[1].result()
         if not share.batches:
             return [], None
+        self._draw(epoch_iterator, num_batches)
         empty = [_Inputs(Share()) for _ in range(share.batches - 1)]
         return [*empty, _Inputs(share)], self._divisor(share)
 
+    def train(self: Any, *arguments: Any, **named: Any) -> Any:
+        own: Any = super()  # the trainer
+        self._next = None
+        output = own.train(*arguments, **named)
+        if self._next is not None:
+            self._next[1].exception()  # the step after the last one is shared, too: other ranks may wait for it
+        return output
+
     def training_step(self: Any, model: Any, inputs: "_Inputs", num_items_in_batch: Any = None) -> torch.Tensor:
         share, loss = inputs.share, torch.zeros((), device=self.args.device)
-        own: Any = super()  # the trainer
+        own: Any = super()
         # FSDP2 would keep whole gradients until the last micro-batch.
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         with self._metrics_of_the_step(share):
             for index, batch in enumerate(share.micro_batches):
                 last = always or index == len(share.micro_batches) - 1
                 with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                    loss += own.training_step(model, self._inputs(model, batch), num_items_in_batch)
+                    loss += own.training_step(model, self.dynamic.inputs(model, batch), num_items_in_batch)
         return loss
 
     def prediction_step(
         self: Any, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[torch.Tensor, None, None]:
-        """Returns the loss over the documents of all ranks, the same on every rank, and no predictions."""
-        share, loss = self._shared([inputs]), torch.zeros((), device=self.args.device)
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Returns the loss over the documents of all ranks, and logits and labels of this rank's rows if they are asked for."""
+        labels, logits = inputs.get("labels"), []
+        ids = inputs["input_ids"]
+        targets = torch.full_like(ids, IGNORED_LABEL) if labels is None else labels
+        drawn = self._documents({**inputs, "labels": targets})
+        share = self.dynamic.start([drawn], every=not prediction_loss_only).result()
+        loss: torch.Tensor = torch.zeros((), device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager(), self._metrics_of_the_step(share):
             for batch in share.micro_batches:
-                loss += self.compute_loss(model, self._inputs(model, batch), num_items_in_batch=self._divisor(share))
-        if self.dynamic.sharing.group is not None:
-            dist.all_reduce(loss, group=self.dynamic.sharing.group)
-        return loss / self.dynamic.sharing.ranks, None, None
+                own, divisor = self.dynamic.inputs(model, batch), self._divisor(share)
+                if prediction_loss_only:
+                    loss += self.compute_loss(model, own, num_items_in_batch=divisor)
+                else:
+                    of_batch, outputs = self.compute_loss(model, own, return_outputs=True, num_items_in_batch=divisor)
+                    loss += of_batch
+                    logits.append(outputs["logits"][0].float())
+        if self.dynamic.group is not None:
+            dist.all_reduce(loss, group=self.dynamic.group)
+        loss = loss / self.dynamic.ranks
+        if prediction_loss_only:
+            return loss, None, None
+        mask = inputs.get("attention_mask")
+        kept = torch.ones_like(ids) if mask is None else mask
+        return (loss if labels is not None else None), self.dynamic.rows_of_batch(share, logits, kept), labels
 
-    def predict(self: Any, *arguments: Any, **named: Any) -> Any:
-        """Refuses: logits of documents that are split over ranks are not gathered."""
-        raise TrainerError("predict needs the logits of whole documents: call restore(trainer) first")
+    def _draw(self: Any, epoch_iterator: Iterator[Any], num_batches: int) -> None:
+        """Takes the batches of the next step, and begins to share their documents."""
+        drawn = [self._documents(batch) for batch in itertools.islice(epoch_iterator, num_batches)]
+        self._next = epoch_iterator, self.dynamic.start(drawn)
 
-    def _shared(self: Any, batches: Sequence[Mapping[str, Any]]) -> Share:
-        sharing, state = self.dynamic.sharing, self.accelerator.gradient_state
-        rows = [rows_of(batch) for batch in batches]
-        if rows and state.end_of_dataloader and (remainder := rows_of_last_batches(state.active_dataloader)):
+    def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
+        """Returns the documents of the last batch that the loader has yielded."""
+        state, rows = self.accelerator.gradient_state, rows_of(batch)
+        if state.end_of_dataloader and (remainder := rows_of_last_batches(state.active_dataloader)):
             # accelerate fills the last batches of an epoch with rows of its first ones
-            rows[-1] = rows[-1][: max(0, remainder - sharing.rank * len(rows[-1]))]
-        share: Share = sharing.share([list(itertools.chain.from_iterable(each)) for each in rows])
-        return share
+            rows = rows[: max(0, remainder - self.dynamic.rank * len(rows))]
+        return list(itertools.chain.from_iterable(rows))
 
     def _divisor(self: Any, share: Share) -> torch.Tensor:
         """Returns what the trainer divides the sum of token losses by. It multiplies by the number of ranks only if it averages
         tokens across devices."""
-        ranks = 1 if self.args.average_tokens_across_devices else self.dynamic.sharing.ranks
+        ranks = 1 if self.args.average_tokens_across_devices else self.dynamic.ranks
         return torch.tensor(max(1, share.targets) / ranks, device=self.args.device)
-
-    def _inputs(self: Any, model: Any, batch: Any) -> dict[str, Any]:
-        inputs = model_inputs(model, batch, 1, **self.dynamic.ring_options)
-        del inputs["num_items_in_batch"]  # the trainer passes its own
-        return inputs
 
     @contextlib.contextmanager
     def _metrics_of_the_step(self: Any, share: Share) -> Iterator[None]:
