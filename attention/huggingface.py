@@ -215,21 +215,16 @@ def model_inputs(
         layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
         inputs["ring_attention"] = ByRole({role: _rings(layouts[role], role == "decoder", options) for role in ROLES})
     if target_tokens is not None:
-        _refuse_weights(batch)
+        weights = getattr(batch, "weights", None)
+        if weights is not None and bool((weights[batch.labels != -100] != 1).any()):
+            raise HuggingFaceError(
+                "rows of the batch have weights other than 1, as merged sequences share their loss, but the model's own loss "
+                "has none: leave target_tokens out, and compute the loss from its output, batch.labels and batch.weights"
+            )
         # `labels` makes the model compute a loss; it computes the loss from `shift_labels`.
         labels = _row(batch.labels, device, -100)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
     return inputs
-
-
-def _refuse_weights(batch: PackedTokens) -> None:
-    """Raises HuggingFaceError if some rows have a weight, which a model's own loss does not know."""
-    weights = getattr(batch, "weights", None)
-    if weights is not None and bool((weights[batch.labels != -100] != 1).any()):
-        raise HuggingFaceError(
-            "rows of the batch have weights other than 1, as merged sequences share their loss, but the model's own loss has "
-            "none: leave target_tokens out, and compute the loss from the model's output, batch.labels and batch.weights"
-        )
 
 
 def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> torch.Tensor:

@@ -154,7 +154,6 @@ def pack_documents(
     pad_to_multiple_of: int = 1,
     shift: bool = True,
     ahead: int = 0,
-    weights: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[list[MicroBatch], int]:
     """Returns a rank's share of every micro-batch of a step, from documents in memory, for use in your own trainer.
 
@@ -166,7 +165,6 @@ def pack_documents(
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         shift: whether a token predicts the next label; False: the label in its own place, for encoders and trees.
         ahead: number of later tokens and labels for every token, for multi-token prediction.
-        weights: factor of the loss of every row of each document; None: 1.
 
     Returns the micro-batches in the order of the plan, and the number of targets of the whole step over all ranks: divide the
     sum of token losses by it, and sum gradients over the ranks.
@@ -186,7 +184,7 @@ def pack_documents(
 
     layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
     target_tokens = sum(int((target != IGNORED_LABEL).sum()) for target in targets)
-    return [fill(layout, read, pad_to_multiple_of, ahead, weights) for layout in layouts], target_tokens
+    return [fill(layout, read, pad_to_multiple_of, ahead) for layout in layouts], target_tokens
 
 
 def pack_seq2seq(
@@ -269,22 +267,12 @@ def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[Ids]:
     return arrays
 
 
-def fill(
-    layout: Layout,
-    read: Read,
-    pad_to_multiple_of: int = 1,
-    ahead: int = 0,
-    weights: Sequence[npt.NDArray[np.float64]] | None = None,
-) -> MicroBatch:
-    """Returns a rank's share of a micro-batch, from a function that reads spans of documents; empty spans may be read, too.
-
-    `weights`: factors of the loss of the rows of each document.
-    """
+def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1, ahead: int = 0) -> MicroBatch:
+    """Returns a rank's share of a micro-batch, from a function that reads spans of documents; empty spans may be read, too."""
     padded = -(-layout.tokens // pad_to_multiple_of) * pad_to_multiple_of
     tokens = np.zeros((padded, 1 + ahead), np.int64)
     labels = np.full((padded, 1 + ahead), IGNORED_LABEL, np.int64)
     positions = np.zeros(padded, np.int64)
-    factors = np.zeros(padded, np.float32)
     for shard in layout.shards:
         row = shard.offset
         for start, stop in (shard.head, shard.tail):
@@ -294,8 +282,6 @@ def fill(
                     seen = values[further : further + stop - start]
                     columns[row : row + len(seen), further] = seen
             positions[row : row + stop - start] = shard.positions(start, stop)
-            if weights is not None:
-                factors[row : row + stop - start] = weights[shard.document][start:stop]
             row += stop - start
     all_tokens, all_labels = torch.from_numpy(tokens), torch.from_numpy(labels)
     return MicroBatch(
@@ -306,5 +292,4 @@ def fill(
         torch.from_numpy(positions),
         all_tokens[:, 1:].contiguous(),
         all_labels[:, 1:].contiguous(),
-        weights=None if weights is None else torch.from_numpy(factors),
     )

@@ -75,12 +75,10 @@ def check_lengths(lengths: Sequence[int], ranks: int, tokens_per_rank: int, prof
 def check_trees(trees: Trees, lengths: Sequence[int]) -> None:
     """Raises PlanError if trees are not those of documents of these lengths."""
     for document, tree in trees.items():
-        exists = _is_whole(document, least=0) and document < len(lengths)
-        if not exists or tree.length != lengths[document]:
-            length = f"has length {lengths[document]}" if exists else f"is not one of the {len(lengths)} documents"
+        if document not in range(len(lengths)) or tree.length != lengths[document]:
             raise PlanError(
-                f"document {document} is given as a tree of {tree.length} tokens, but {length}: give the lengths of all "
-                "documents, and for a tree the sum of its nodes"
+                f"document {document} is given as a tree of {tree.length} tokens, but not by the {len(lengths)} lengths: give "
+                "those of all documents, and for a tree the sum of its nodes"
             )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from longctx.planning.cost.model import NANOSECONDS, attention_ns, attention_pairs, linear_ns
+from longctx.planning.cost.model import NANOSECONDS, linear_ns
+from longctx.planning.cost.rounds import plan_score
 from longctx.planning.plan import Plan
 
 
@@ -35,8 +36,7 @@ def fill_bins(plan: Plan, table: Mapping[int, int]) -> list[Bin]:
     degrees = np.ones_like(lengths)
     for placement in (p for placements in plan.micro_batches for p in placements):
         degrees[placement.document] = placement.degree
-    attention = attention_ns(plan.profile, lengths, degrees, attention_pairs(lengths, plan.trees))
-    work = linear_ns(plan.profile, lengths) + degrees * attention
+    work = linear_ns(plan.profile, lengths) + degrees * plan_score(plan).attention
     seconds = np.bincount(index, work, len(bounds)) / plan.ranks / NANOSECONDS
     documents, tokens = np.bincount(index, minlength=len(bounds)), np.bincount(index, lengths, len(bounds))
     return [Bin(bound, table[bound], int(documents[i]), int(tokens[i]), float(seconds[i])) for i, bound in enumerate(bounds)]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment
-from longctx.planning.cost.model import NANOSECONDS, attention_ns, attention_pairs, linear_ns
+from longctx.planning.cost.model import NANOSECONDS, linear_ns
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.layout import shard_tokens
 from longctx.planning.plan import Plan
@@ -54,11 +53,8 @@ class Timeline:
 
 def timeline(plan: Plan) -> Timeline:
     """Returns the timeline of a plan, which ends at the makespan."""
-    lengths = np.array(plan.lengths, dtype=np.int64)
-    assignment = Assignment.of(plan)
     result = plan_score(plan)
-    pairs = attention_pairs(lengths, plan.trees)
-    attention = attention_ns(plan.profile, lengths, assignment.degree, pairs).tolist()
+    attention = result.attention.tolist()
     blocks, waits, spans = [], [], []
     now = 0
     for k, placements in enumerate(plan.micro_batches):

@@ -19,7 +19,6 @@ from longctx.planning.cost.model import (
     Floats,
     StepTimes,
     attention_ns,
-    attention_pairs,
     exposed_ns,
     fixed_ns,
     gather_ns,
@@ -32,7 +31,6 @@ from longctx.planning.cost.model import (
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
-from longctx.planning.tree import NO_TREES
 
 ROUNDING = 2
 """Error in nanoseconds of choosing a whole number of micro-batches K."""
@@ -109,40 +107,31 @@ def even_work_bound_ns(
     return fixed + (int(attention.sum()) + int(linear.sum())) // ranks
 
 
-def tight_step_bound_ns(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pairs: Floats | None = None
-) -> int:
+def tight_step_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
     """Returns the tight lower bound on step time, ≥ `step_bound_ns`. Every document must fit at some degree."""
-    pairs = attention_pairs(lengths, NO_TREES) if pairs is None else pairs
-    beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank, pairs)
+    beside = beside_longest_bound_ns(profile, lengths, ranks, tokens_per_rank)
     least = -(-lengths // tokens_per_rank)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
-    # Documents of equal length and area, by length.
-    _, first, which = np.unique(lengths + 1j * pairs, return_index=True, return_inverse=True)
-    passed_over = max(0, len(first) - MOST)
-    longest = first[passed_over:, None]
-    degrees_of_all = np.arange(1, ranks + 1)[None, :]
-    table = document_bound_ns(profile, lengths[longest], degrees_of_all, tokens_per_rank, pairs[longest])
-    looked_at = which >= passed_over
-    row = which[looked_at] - passed_over
+    longest, which = np.unique(lengths, return_inverse=True)
+    longest = longest[-MOST:]
+    table = document_bound_ns(profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank)
+    looked_at = lengths >= longest[0]
+    row = which[looked_at] - (int(which.max()) + 1 - len(longest))
 
     def holds(limit: int) -> bool:
         degrees = least.copy()
         degrees[looked_at] = np.maximum(least[looked_at], 1 + (table <= limit).argmax(axis=1)[row])
-        return even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank, pairs) <= fixed + limit
+        return even_work_bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
 
     low = int(table.min(axis=1).max())
-    all_ranks = np.full_like(lengths, ranks)
-    high = max(low, even_work_bound_ns(profile, lengths, all_ranks, ranks, tokens_per_rank, pairs) - fixed)
+    high = max(low, even_work_bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank) - fixed)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return fixed + max(low, beside)
 
 
-def beside_longest_bound_ns(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pairs: Floats
-) -> int:
+def beside_longest_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
     """Returns a lower bound on step time beyond its fixed costs, from the micro-batch of the longest document.
 
     At degree d it takes a time t. Its ranks can do other work for the rest of t, and the other ranks for all of t, both with at
@@ -151,14 +140,15 @@ def beside_longest_bound_ns(
     """
     longest = int(lengths.argmax())
     others = np.delete(lengths, longest)
-    work, tokens_upto = _most_work(profile, others, tokens_per_rank, np.delete(pairs, longest))
+    work, tokens_upto = _most_work(profile, others, tokens_per_rank)
     degrees = np.arange(1, ranks + 1)
     length = np.full_like(degrees, lengths[longest])
-    time = document_bound_ns(profile, length, degrees, tokens_per_rank, pairs[longest])
+    time = document_bound_ns(profile, length, degrees, tokens_per_rank)
     fits = time < NEVER
     degrees, length, time = degrees[fits], length[fits], time[fits]
-    own_attention_ns = whole_ring_attention_ns(profile, length, degrees, pairs[longest])
-    own_ns = (own_attention_ns + profile.linear_s_per_token * NANOSECONDS * length).astype(np.int64)
+    own_ns = (whole_ring_attention_ns(profile, length, degrees) + profile.linear_s_per_token * NANOSECONDS * length).astype(
+        np.int64
+    )
 
     def possible(nanoseconds: Integers, tokens: Integers) -> Integers:
         """Returns the most work of other documents with so many tokens in all and so much time, summed over ranks."""
@@ -172,20 +162,24 @@ def beside_longest_bound_ns(
     return int((time + left // ranks).min())
 
 
-def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int, pairs: Floats) -> tuple[Integers, Integers]:
+def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int) -> tuple[Integers, Integers]:
     """Returns the work in nanoseconds, and the tokens, of the 0, 1, 2, … documents with the most work per token."""
     least = np.maximum(1, -(-lengths // tokens_per_rank))
-    attention = np.floor(whole_ring_attention_ns(profile, lengths, least, pairs)).astype(np.int64)
+    attention = np.floor(whole_ring_attention_ns(profile, lengths, least)).astype(np.int64)
     work = attention + np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
     order = np.argsort(-(work / lengths), kind="stable")
     return np.append(0, np.cumsum(work[order])), np.append(0, np.cumsum(lengths[order]))
 
 
 def tight_bound_s(plan: Plan) -> float:
-    """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline."""
+    """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline.
+
+    With trees it is the lower bound, which alone knows their areas.
+    """
+    if plan.trees:
+        return plan.lower_bound_s
     lengths = np.array(plan.lengths, dtype=np.int64)
-    pairs = attention_pairs(lengths, plan.trees)
-    tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank, pairs) / NANOSECONDS
+    tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
     return max(tight, plan.lower_bound_s)  # only lower_bound_s counts the pipeline bubble
 
 
@@ -194,11 +188,9 @@ def unavoidable_gap(tight_s: float, lower_s: float) -> float:
     return tight_s / lower_s - 1 if lower_s > 0 else 0.0
 
 
-def document_bound_ns(
-    profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int, pairs: Floats | None = None
-) -> Integers:
+def document_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:
     """Returns a lower bound on the busiest rank's time for each document, on any ranks; NEVER where it does not fit."""
-    attention = attention_ns(profile, lengths, degrees, pairs)
+    attention = attention_ns(profile, lengths, degrees)
     intra, inter = mate_ns(profile, lengths, degrees)
     fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
     both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # best split over both networks

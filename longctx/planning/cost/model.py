@@ -188,17 +188,19 @@ def exposed_ns(
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of an assignment in integer nanoseconds; arrays are [micro-batches, ranks].
+    """Times of an assignment in integer nanoseconds; arrays are [micro-batches, ranks] if not said otherwise.
 
     Attributes:
         time: time of every rank in every micro-batch: linear, attention and exposed exchange.
         exposed: part of `time` that the exchange costs: waits for K and V, and the price of its rounds.
+        attention: attention of every document on each of its ranks [documents].
         launch_ns, step_ns: fixed cost per micro-batch and per step.
         pipeline: the pipeline that runs the micro-batches.
     """
 
     time: Integers
     exposed: Integers
+    attention: Integers
     launch_ns: int
     step_ns: int
     pipeline: Pipeline = NO_PIPELINE
@@ -246,12 +248,13 @@ def score(
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
-    attention = spread(attention_ns(profile, lengths, a.degree, pairs), a.micro_batch, a.first_rank, stop, shape)
+    of_documents = attention_ns(profile, lengths, a.degree, pairs)
+    attention = spread(of_documents, a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     exchange = exchange_ns(profile, lengths, a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
     launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
-    return StepTimes(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
+    return StepTimes(linear + attention + exposed, exposed, of_documents, launch_ns, step_ns, pipeline)
 
 
 def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
-from longctx.planning.cost.model import Floats, StepTimes, attention_ns, attention_pairs, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.cost.model import Floats, StepTimes, attention_pairs, linear_ns, mate_ns, ring_parts, score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
@@ -28,12 +28,7 @@ FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
 
 
 def choose_rounds(
-    profile: HardwareProfile,
-    lengths: Integers,
-    a: Assignment,
-    timed: StepTimes,
-    max_remote_tokens: int | None = None,
-    pairs: Floats | None = None,
+    profile: HardwareProfile, lengths: Integers, a: Assignment, timed: StepTimes, max_remote_tokens: int | None = None
 ) -> tuple[Integers, StepTimes]:
     """Returns the number of exchange rounds of every document, and the times of the assignment with them.
 
@@ -49,7 +44,7 @@ def choose_rounds(
         np.maximum.at(fewest, a.micro_batch, a.degree - 1)
         remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
         fewest = np.clip(-(-remote // max_remote_tokens), 1, fewest)
-    exchange = _ExchangeTimes(profile, lengths, a, timed, pairs)
+    exchange = _ExchangeTimes(profile, lengths, a, timed)
     least = exchange.possible(fewest[exchange.row])
     chosen, time = least, exchange.time(least)
     for count in CHOICES:
@@ -66,9 +61,8 @@ def choose_rounds(
 def plan_score(plan: Plan) -> StepTimes:
     """Returns the predicted times of a plan."""
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
-    pairs = attention_pairs(lengths, plan.trees)
-    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline, pairs=pairs)
-    exchange = _ExchangeTimes(plan.profile, lengths, a, timed, pairs)
+    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline, pairs=attention_pairs(lengths, plan.trees))
+    exchange = _ExchangeTimes(plan.profile, lengths, a, timed)
     rounds = np.ones_like(lengths)
     for p in (p for placements in plan.micro_batches for p in placements):
         rounds[p.document] = p.rounds
@@ -88,9 +82,7 @@ class _ExchangeTimes:
         whole: inside the node, from relays, and across nodes: messages of a pass in one round.
     """
 
-    def __init__(
-        self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: StepTimes, pairs: Floats | None = None
-    ) -> None:
+    def __init__(self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: StepTimes) -> None:
         self.profile, self.shape = profile, timed.time.shape
         self.busy, self.exposed = timed.time - timed.exposed, timed.exposed
         self.rings = rings = np.flatnonzero(a.degree > 1)
@@ -100,7 +92,7 @@ class _ExchangeTimes:
         self.in_a_node = nodes == 1
         self.two_levels = (nodes > 1) & (nodes < self.degree) & (profile.exchange_levels == 2)
         self.parts, self.mate_ns = ring_parts(profile, a, rings), mate_ns(profile, lengths[rings], self.degree)
-        attention, hides = attention_ns(profile, lengths, a.degree, pairs), profile.overlap
+        attention, hides = timed.attention, profile.overlap
         self.attention = hides * spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape)
         self.queries: Floats = profile.query_share * (hides * self.busy - self.attention)
         self.ring_work = attention[rings] * (self.degree - 1) // self.degree

@@ -76,7 +76,7 @@ class Step:
     def candidate(self, winner: str, assignment: Assignment, scored: StepTimes | None = None) -> "Candidate":
         """Returns an assignment to ranks with its exchange rounds and predicted times; `scored` is its `score` if known."""
         scored = scored or self.score(assignment)
-        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens, self.pairs)
+        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
         return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
     def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":
