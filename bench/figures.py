@@ -1,4 +1,4 @@
-"""Writes the figures of README.md, docs/evidence.md and docs/trainers.md from bench/results, between their `figures` comments.
+"""Writes the figures of README.md and of three pages of docs/ from bench/results, between their `figures` comments.
 
     python bench/figures.py            # after bench/plan.py, bench/scaling.py or bench/cluster.py
     python bench/figures.py --check    # exits with 1 if a page has other figures
@@ -22,7 +22,7 @@ from longctx.comparison.modelled import PlannerRow, over_fixed_without_barriers
 from plan import FEW_LONG, times
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "evidence.md", ROOT / "docs" / "trainers.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("evidence", "trainers", "trees")))
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HEADLINE = ("wlb_128k", 64, 4)
 """Mix, ranks and documents per rank of README's example."""
@@ -306,6 +306,40 @@ def trainers_sentence() -> list[str]:
     return textwrap.wrap(text, 160)
 
 
+# --- docs/trees.md
+
+
+def trees_predicted() -> list[str]:
+    """Predicted steps of the sets of groups."""
+    head = ["groups", "tokens per step", "merged", "fixed static (degree)", "auto", "auto on trees", "over fixed", "over auto"]
+    lines = []
+    for row in [row for row in rows_of("trees") if row["table"] == "predicted"]:
+        fixed, auto, trees = (float(row[f"{way}_s"]) for way in ("fixed_static", "sequences", "trees"))
+        line = [f"`examples/groups_{row['name']}.jsonl`: {row['lengths']}"]
+        line += [f"{int(row['tokens']) / 1e6:.2f}M", f"{int(row['tokens']) / int(row['merged_tokens']):.2f} times fewer"]
+        line += [f"{fixed:.3g} s ({row['fixed_degree']})", f"{auto:.3g} s", f"{trees:.3g} s"]
+        lines.append([*line, f"**{fixed / trees:.2f}×**", f"{auto / trees:.2f}×"])
+    return markdown(head, lines, 1)
+
+
+def trees_measured() -> list[str]:
+    """CPU time of a model over one group, as sequences and as trees."""
+    rows = [row for row in rows_of("trees") if row["table"] == "measured"]
+    lines = []
+    for row in rows:
+        alone, trees = float(row["sequences_s"]), float(row["trees_s"])
+        line = [row["name"], f"{int(row['tokens']):,}", f"{int(row['merged_tokens']):,}"]
+        line += [f"{int(row['tokens']) / int(row['merged_tokens']):.2f}", f"{alone:.1f} s", f"{trees:.1f} s"]
+        lines.append([*line, f"**{alone / trees:.2f}×**"])
+    text = (
+        "Measured (`bench/trees.py`): forward and backward of a Llama of two layers, one process and thread, least CPU time of "
+        f"{rows[0]['rounds']} rounds; gradients differ by at most {max(float(row['difference']) for row in rows):.0e} "
+        f"(float32). {rows[0]['date']}, {rows[0]['machine']}, torch {rows[0]['torch']}."
+    )
+    head = ["prompt + completions", "tokens", "merged", "times fewer", "sequences", "trees", "as fast"]
+    return [*textwrap.wrap(text, 160), "", *markdown(head, lines, 1)]
+
+
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "headline": headline,
     "emulated-sentence": emulated_sentence,
@@ -318,6 +352,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "trainers": trainers_table,
     "trainers-sentence": trainers_sentence,
     "trainer-trees": trainer_trees_table,
+    "trees": trees_measured,
+    "trees-predicted": trees_predicted,
 }
 
 if __name__ == "__main__":

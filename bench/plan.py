@@ -46,7 +46,7 @@ FEW_LONG = "few_long"
 WINDOWS = (2, 4, 8)
 SYSTEMS = BASELINES | RIVALS
 TITLES = modelled.TITLES | {name: rival.title for name, rival in RIVALS.items()}
-PLANNERS = tuple(TITLES)
+PLANNERS = (*modelled.PLANNERS, *RIVALS)
 FIGURES = [name for name in COLUMNS if name != "seed"]
 
 

@@ -158,6 +158,7 @@ def folder(tmp_path: Path) -> Path:
     for name in ("python-stdlib", "other"):
         (tmp_path / "stores" / name).symlink_to(store)
     (tmp_path / "lengths.txt").write_text("\n".join(["60000", "9000", *["700"] * 60]))
+    (tmp_path / "groups.jsonl").write_text('{"prompt": 2048, "completions": [256, 300, 180]}\n' * 4)
     (tmp_path / "run.yaml").write_text(f"data: {{store: {store}, max_length: 1500}}\nmodel: {{vocab_size: 257}}\n")
     for name in ("examples", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -174,6 +174,6 @@ def _step(arguments: argparse.Namespace) -> PlannedStep:
     ranks, tokens_per_rank = arguments.ranks, arguments.tokens_per_rank
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     source = open_source(arguments, tokens_per_rank, steps=1, long_documents="split", kinds=KINDS)
-    (lengths,), _ = source.draw(ranks, longest)
+    (lengths,), *_ = source.draw(ranks, longest)
     words = f"mix {arguments.mix}, seed {source.seed}" if arguments.mix else source.words
     return PlannedStep(lengths, words, min(longest, source.longest))

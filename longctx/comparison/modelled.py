@@ -22,12 +22,16 @@ from longctx.planning.cost.rounds import plan_score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
+from longctx.planning.tree import Tree
 
 TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
     name: b.title for name, b in BASELINES.items()
 }
 PLANNERS = tuple(TITLES)
 """Planners that are compared, in the order of all tables and figures."""
+TREES = "trees"
+"""Planner of groups, before all others: auto with their prompts merged."""
+TITLES[TREES] = "auto on trees"
 SPEEDUPS = {"speedup_over_fixed": "fixed-static", "speedup_over_best_static": "static"}
 """Speedup of a row → planner it is relative to, the headline first."""
 
@@ -42,6 +46,7 @@ class Case:
         seed: seed that the documents were drawn with.
         longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
         fixed_degree: degree of fixed static, if given explicitly.
+        trees: of groups, all documents of the step with common prefixes merged.
     """
 
     lengths: tuple[int, ...]
@@ -50,6 +55,7 @@ class Case:
     seed: int = 0
     longest: int | None = None
     fixed_degree: int | None = None
+    trees: tuple[Tree, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,13 +117,18 @@ def compare_case(
     planners: Sequence[str] = PLANNERS,
     baselines: Mapping[str, Baseline] = BASELINES,
 ) -> tuple[list[PlannerRow], dict[str, Plan]]:
-    """Plans one step with the given planners; returns their rows, and their plans by planner.
+    """Plans one step with the given planners, and groups as trees too; returns their rows, and their plans by planner.
 
     If a planner has no plan, the note of its row gives the reason. `baselines`: the schedulers of other systems, by name.
     Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     plans = {"auto": make_plan(case.lengths, **request)}
+    documents, tight_s = dict.fromkeys(planners, case.lengths), dict.fromkeys(planners, tight_bound_s(plans["auto"]))
+    if case.trees:
+        documents = {TREES: tuple(tree.length for tree in case.trees)} | documents
+        plans[TREES] = make_plan(documents[TREES], **request, trees=dict(enumerate(case.trees)))
+        tight_s[TREES] = tight_bound_s(plans[TREES])
     notes: dict[str, str] = {}
     for planner in planners:
         try:
@@ -132,20 +143,19 @@ def compare_case(
         except (PlanError, MissingBaseline) as error:
             notes[planner] = str(error)
     baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
-    tight_s = tight_bound_s(plans["auto"])
     rows = [
         PlannerRow(
             seed=case.seed,
             ranks=case.ranks,
             tokens_per_rank=case.tokens_per_rank,
-            documents=len(case.lengths),
-            tokens=sum(case.lengths),
-            longest=max(case.lengths),
+            documents=len(lengths),
+            tokens=sum(lengths),
+            longest=max(lengths),
             planner=planner,
             note=notes.get(planner, ""),
-            **(_figures(plans[planner], baseline_s, tight_s) if planner in plans else {}),
+            **(_figures(plans[planner], baseline_s, tight_s[planner]) if planner in plans else {}),
         )
-        for planner in planners
+        for planner, lengths in documents.items()
     ]
     return rows, plans
 

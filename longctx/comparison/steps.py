@@ -1,4 +1,4 @@
-"""Steps of a comparison: documents from a length mix, a file or a store, for every number of ranks.
+"""Steps of a comparison: documents from a length mix, a file, a store or groups, for every number of ranks.
 
 Steps from a file are drawn as training draws from a store, because a whole file is no realistic step. Documents longer than all
 ranks can hold are split, dropped or refused by the sampler of training, and reported.
@@ -7,6 +7,7 @@ ranks can hold are split, dropped or refused by the sampler of training, and rep
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,47 @@ from longctx.planning.check import check_lengths, check_settings
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
+from longctx.planning.tree import ROOT, Tree
+
+
+class Group(NamedTuple):
+    """Tokens of a prompt and of each of its completions."""
+
+    prompt: int
+    completions: tuple[int, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of its sequences."""
+        return [self.prompt + completion for completion in self.completions]
+
+    def trees(self, most_tokens: int) -> list[Tree]:
+        """Returns the shapes that `merge_prefixes` makes of its sequences if all completions differ from their first tokens on.
+
+        The last token of the prompt is then a row of each.
+        """
+        parts: list[list[int]] = []
+        size = 0
+        for completion in self.completions:
+            size += completion + 1
+            if not parts or self.prompt == 1 or size > most_tokens:
+                parts.append([])
+                size = self.prompt + completion
+            parts[-1].append(completion)
+        return [
+            Tree((self.prompt - 1, *(n + 1 for n in sorted(part))), (ROOT, *[0] * len(part)))
+            if len(part) > 1
+            else Tree((self.prompt + part[0],), (ROOT,))
+            for part in parts
+        ]
+
+
+class Drawn(NamedTuple):
+    """Lengths of every step, a remark or empty text, and of groups the trees of every step."""
+
+    lengths: list[list[int]]
+    remark: str = ""
+    trees: Sequence[tuple[Tree, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -29,14 +71,14 @@ class LengthSource:
 
     Attributes:
         words: description of the source.
-        draw: function from (number of ranks, maximum document length) to (lengths of every step, remark or empty text).
+        draw: function from number of ranks and maximum document length to steps.
         longest: tokens of the longest document that steps can be drawn from, whether or not it is drawn. A run must hold it.
         seed: seed of the first step.
         data_set: lengths of all documents that steps are drawn from; None for a mix, of which only a histogram is known.
     """
 
     words: str
-    draw: Callable[[int, int], tuple[list[list[int]], str]]
+    draw: Callable[[int, int], Drawn]
     longest: int
     seed: int = 0
     data_set: NDArray[np.int64] | None = None
@@ -52,9 +94,9 @@ def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: 
     """Returns steps of `documents` documents drawn from a length mix (None: `documents_per_rank` × ranks)."""
     mix = load_mix(name)
 
-    def draw(ranks: int, _: int) -> tuple[list[list[int]], str]:
+    def draw(ranks: int, _: int) -> Drawn:
         count = documents_per_rank * ranks if documents is None else documents
-        return [mix.draw(count, seed + i) for i in range(steps)], ""
+        return Drawn([mix.draw(count, seed + i) for i in range(steps)])
 
     return LengthSource(f"{_steps(steps)} of documents drawn from the length mix {name}, seed {seed}", draw, mix.longest, seed)
 
@@ -67,14 +109,14 @@ def file_source(
     If all documents have fewer tokens, they are one step.
     """
 
-    def draw(ranks: int, longest: int) -> tuple[list[list[int]], str]:
+    def draw(ranks: int, longest: int) -> Drawn:
         tokens = global_tokens(ranks)
         pieces = fit(lengths, longest, long_documents)
         if sum(pieces) < tokens:
             why = f"they have {sum(pieces):,} tokens, fewer than {tokens:,} per step"
-            return [list(pieces)], f"on {ranks:,} ranks all documents are one step: {why}"
+            return Drawn([list(pieces)], f"on {ranks:,} ranks all documents are one step: {why}")
         sampler = Sampler(np.array(pieces), global_tokens=tokens, seed=seed, max_length=max(pieces))
-        return first_lengths(sampler, steps), ""
+        return Drawn(first_lengths(sampler, steps))
 
     words = f"{_steps(steps)} of the {len(lengths):,} documents of {name}, seed {seed}"
     return LengthSource(words, draw, max(lengths), seed, np.array(lengths))
@@ -84,7 +126,7 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
     """Returns the first steps of training on a store."""
     store = Store.open(path)
 
-    def draw(ranks: int, longest: int) -> tuple[list[list[int]], str]:
+    def draw(ranks: int, longest: int) -> Drawn:
         sampler = Sampler(
             store.lengths,
             global_tokens=global_tokens(ranks),
@@ -94,10 +136,34 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
             name=store.name,
             pairs=store.pairs,
         )
-        return first_lengths(sampler, steps), ""
+        return Drawn(first_lengths(sampler, steps))
 
     words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, {len(store):,} documents, seed {seed}"
     return LengthSource(words, draw, int(store.lengths.max()), seed, store.lengths)
+
+
+def group_source(
+    groups: Sequence[Group], name: str, per_step: int | None, global_tokens: Callable[[int], int], seed: int, steps: int
+) -> LengthSource:
+    """Returns steps of `per_step` whole groups, drawn without repeating one before all had their turn.
+
+    None: as many as have about `global_tokens(ranks)` tokens before merging. Raises UserError for a number out of range.
+    """
+    of_data_set = [length for group in groups for length in group.lengths]
+    if per_step is not None and not 1 <= per_step <= len(groups):
+        raise UserError(f"--documents is {per_step}: must be in 1..{len(groups)}, the number of groups in {name}")
+
+    def draw(ranks: int, longest: int) -> Drawn:
+        count = per_step or max(1, min(len(groups), global_tokens(ranks) * len(groups) // sum(of_data_set)))
+        sampler = Sampler(np.ones(len(groups), np.int64), global_tokens=count, seed=seed, max_length=1)
+        drawn = [[groups[piece.document] for piece in sampler.step(step * count)[0]] for step in range(steps)]
+        return Drawn(
+            [[length for group in step for length in group.lengths] for step in drawn],
+            trees=[tuple(tree for group in step for tree in group.trees(longest)) for step in drawn],
+        )
+
+    words = f"{_steps(steps)} of the {len(groups):,} groups of {name}, seed {seed}"
+    return LengthSource(words, draw, max(of_data_set), seed, np.array(of_data_set))
 
 
 def _steps(count: int) -> str:
@@ -161,7 +227,7 @@ def _cases(
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     if long_documents == "error" and source.data_set is not None and int(source.data_set.max()) > longest:
         check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)  # raises, naming the document
-    drawn, remark = source.draw(ranks, longest)
+    drawn, remark, trees = source.draw(ranks, longest)
     fitted = [fit(lengths, longest, long_documents) for lengths in drawn]
     for lengths in fitted:
         check_lengths(lengths, ranks, tokens_per_rank, profile)
@@ -169,8 +235,8 @@ def _cases(
     if fixed_degree is not None:
         check_fixed_degree(fixed_degree, longest_kept, ranks, tokens_per_rank)
     cases = [
-        Case(lengths, ranks, tokens_per_rank, seed=source.seed + i, longest=longest_kept, fixed_degree=fixed_degree)
-        for i, lengths in enumerate(fitted)
+        Case(lengths, ranks, tokens_per_rank, source.seed + i, longest_kept, fixed_degree, merged)
+        for i, (lengths, merged) in enumerate(zip(fitted, trees or [()] * len(fitted), strict=True))
     ]
     words = [remark] if remark else []
     data_set = np.concatenate(drawn) if source.data_set is None else source.data_set

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from longctx.comparison.modelled import (
-    PLANNERS,
     SPEEDUPS,
     TITLES,
+    TREES,
     PlannerRow,
     degree_of,
     most_speedup,
@@ -64,7 +64,7 @@ def speedups_table(rows: Sequence[PlannerRow], speedup: str) -> Words:
     """Returns one speedup of every planner by number of ranks."""
     everywhere = sorted({row.ranks for row in rows})
     lines = []
-    for planner in PLANNERS:
+    for planner in dict.fromkeys(row.planner for row in rows):
         by_ranks = {row.ranks: times(getattr(row, speedup)) for row in rows if row.planner == planner}
         lines.append([TITLES[planner], *(by_ranks.get(ranks, "") for ranks in everywhere)])
     limits = [times(most_speedup([row for row in rows if row.ranks == ranks], speedup)) for ranks in everywhere]
@@ -85,12 +85,27 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
         "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one round; "
         "more rounds need less memory",
     ]
+    if any(row.planner == TREES for row in rows):
+        lines.append(
+            f"{TITLES[TREES]}: what completions share with their prompt is computed once; all other plans, and the bound for "
+            "any plan, compute every sequence alone"
+        )
     if (free := over_fixed_without_barriers(rows)) is not None:
         lines.append(
             f"auto is {times(free)} as fast as fixed static if the groups of fixed static synchronize only at the end of a "
             "step, that is, if every rank keeps all weights during the step"
         )
     return lines
+
+
+def step_words(rows: Sequence[PlannerRow]) -> str:
+    """Returns the size of a step, of groups before and after merging."""
+    of = {row.planner: row for row in rows}
+    step, merged = of["auto"], of.get(TREES)
+    words = f"{step.documents:,} documents, {step.tokens:,} tokens, longest document {step.longest:,}"
+    if merged is None:
+        return words
+    return f"{words}; merged {merged.documents:,}, {merged.tokens:,} tokens, {step.tokens / merged.tokens:.2f} times fewer"
 
 
 def missing(rows: Sequence[PlannerRow]) -> list[str]:
@@ -118,9 +133,7 @@ def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, consol
     if len(detailed) < len(rows):
         for speedup, words in OVER.items():
             _print(f"{words}, by ranks", speedups_table(rows, speedup), console)
-    step = detailed[0]
-    words = f"{step.documents:,} documents, {step.tokens:,} tokens, longest document {step.longest:,}"
-    _print(f"{ranks:,} ranks: {words}", plans_table(detailed), console)
+    _print(f"{ranks:,} ranks: {step_words(detailed)}", plans_table(detailed), console)
     _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange round", memory_table(detailed), console)
     for line in [*missing(rows), "", *captions(detailed)]:
         console.print(line, style="dim", highlight=False, markup=False)

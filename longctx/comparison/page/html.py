@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from html import escape
 
 from longctx.comparison.baselines import BASELINES
-from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow, degree_of
+from longctx.comparison.modelled import SPEEDUPS, TITLES, TREES, PlannerRow, degree_of
 from longctx.comparison.page import figures
-from longctx.comparison.table import LIMIT, captions, memory_table, missing, plans_table, times
+from longctx.comparison.table import LIMIT, captions, memory_table, missing, plans_table, step_words, times
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.plots.page import cards, facts, figure, numbers, page
@@ -54,6 +54,9 @@ def _summary(c: Comparison) -> str:
     rows = {row.planner: row for row in c.reference()}
     auto, fixed, static = rows["auto"], rows["fixed-static"], rows["static"]
     boxes = []
+    if TREES in rows:
+        words = "auto on trees over fixed static: what completions share with their prompt is computed once"
+        boxes.append((times(rows[TREES].speedup_over_fixed), words))
     if auto.speedup_over_fixed:
         words = f"auto over fixed static: degree {degree_of(fixed)} for all steps, documents packed as they come"
         boxes.append((times(auto.speedup_over_fixed), words))
@@ -77,10 +80,9 @@ def _summary(c: Comparison) -> str:
 
 
 def _setting(c: Comparison) -> str:
-    row = next(row for row in c.reference() if row.planner == "auto")
     return facts(
         {
-            "documents per step": f"{row.documents:,}, {row.tokens:,} tokens, longest {row.longest:,}",
+            "step": step_words(c.reference()),
             **({"long documents": c.changed} if c.changed else {}),
             **c.about,
         }
