@@ -13,10 +13,12 @@ from types import TracebackType
 from typing import Any
 
 from longctx.data.masking import Masking
+from longctx.data.merging import Merging
 from longctx.data.mixture import make_steps
-from longctx.data.packing import StepBatch, pack
+from longctx.data.packing import StepBatch, pack, pack_documents
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
+from longctx.data.trees import Merged
 from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
@@ -32,8 +34,8 @@ _WAYS_OUT = {
 """Values that must be unchanged for the cursor to mean the same documents, and the way out if they differ."""
 
 
-Planner = Callable[[Sequence[int]], Plan]
-"""Makes the plan of a step from the lengths of its documents."""
+Planner = Callable[..., Plan]
+"""Makes the plan of a step from the lengths of its documents, and from `trees` by document if there are any."""
 
 
 class LoaderError(UserError):
@@ -53,6 +55,7 @@ class Loader(Iterator[StepBatch]):
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         masking: masks of an encoder's tokens (None: labels are next tokens).
         ahead: number of later tokens to read for every token, for multi-token prediction.
+        merging: merges the documents of a step that begin alike; None: they stay apart.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
@@ -72,6 +75,7 @@ class Loader(Iterator[StepBatch]):
         pad_to_multiple_of: int = 1,
         masking: Masking | None = None,
         ahead: int = 0,
+        merging: Merging | None = None,
     ) -> None:
         self._make_steps = partial(
             make_steps,
@@ -95,7 +99,7 @@ class Loader(Iterator[StepBatch]):
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self.planner = planner
+        self.planner, self.merging = planner, merging
         self._pad_to_multiple_of = pad_to_multiple_of
         self._masking = masking
         self._later = ahead
@@ -209,16 +213,11 @@ class Loader(Iterator[StepBatch]):
     def _prepare(self, step: int, cursor: Any) -> tuple[StepBatch, Any]:
         """Returns the step that begins at `cursor`, and the cursor after it."""
         pieces, next_cursor = self.sampler.step(cursor)
-        plan = self.planner([piece.length for piece in pieces])
-        self._check(plan, pieces)
-        options = (self._pad_to_multiple_of, self._masking, self._later)
-        return read_step(self._store, pieces, plan, self._rank, step, *options), next_cursor
-
-    def _check(self, plan: Plan, pieces: Sequence[Piece]) -> None:
+        plan, merged = plan_step(self._store, pieces, self.planner, self.merging)
         if plan.ranks != self._ranks:
             raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
-        if list(plan.lengths) != [piece.length for piece in pieces]:
-            raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
+        options = (self._pad_to_multiple_of, self._masking, self._later)
+        return read_step(self._store, pieces, plan, self._rank, step, *options, merged), next_cursor
 
 
 def _identity_of(store: Store) -> dict[str, Any]:
@@ -242,6 +241,16 @@ def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: Merging | None) -> tuple[Plan, Merged | None]:
+    """Returns the plan of a step over `pieces`, and the documents that they were merged to, if so. Raises PlanError."""
+    merged = None if merging is None else merging.of(store, pieces)
+    lengths = [piece.length for piece in pieces] if merged is None else merged.lengths
+    plan = planner(lengths) if merged is None else planner(lengths, trees=merged.trees)
+    if list(plan.lengths) != lengths:
+        raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
+    return plan, merged
+
+
 def read_step(
     store: Store,
     pieces: Sequence[Piece],
@@ -251,31 +260,32 @@ def read_step(
     pad_to_multiple_of: int = 1,
     masking: Masking | None = None,
     ahead: int = 0,
+    merged: Merged | None = None,
 ) -> StepBatch:
-    """Reads a rank's share of a step over `pieces`, by a plan made from their lengths."""
+    """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
     targets = [count_targets(store, piece, masking) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
+    names = [_name(store, piece) for piece in pieces]
+    if merged is None:
+        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "masking": masking, "ahead": ahead}
+        layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
+        micro_batches = [pack(store, pieces, layout, **options) for layout in layouts]
+    else:
+        documents = merged.tokens, merged.labels
+        micro_batches, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
+        names = _names_of_merged(names, merged)
     return StepBatch(
         step=step,
         plan=plan,
-        documents=tuple(_name(store, piece) for piece in pieces),
+        documents=tuple(names),
         tokens=sum(piece.length for piece in pieces),
         target_tokens=sum(targets),
-        micro_batches=tuple(
-            pack(
-                store,
-                pieces,
-                plan.layout(index, rank),
-                pad_to_multiple_of=pad_to_multiple_of,
-                masking=masking,
-                ahead=ahead,
-            )
-            for index in range(len(plan.micro_batches))
-        ),
+        micro_batches=tuple(micro_batches),
         weights=() if set(weights) <= {1.0} else tuple(weights),
         target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
         store_documents=tuple(piece.document for piece in pieces),
         source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
+        rows=() if merged is None else merged.rows,
     )
 
 
@@ -284,6 +294,14 @@ def count_targets(store: Store, piece: Piece, masking: Masking | None) -> int:
     if masking is not None:
         return masking.target_tokens(store, piece)
     return store.target_tokens(piece.document, piece.start, piece.stop)
+
+
+def _names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:
+    """Returns the names of merged documents, each by its first sequence."""
+    together: list[list[str]] = [[] for _ in merged.tokens]
+    for name, (document, _) in zip(names, merged.rows, strict=True):
+        together[document].append(name)
+    return [first + f" and {len(others)} that begin alike" * bool(others) for first, *others in together]
 
 
 def _name(store: Store, piece: Piece) -> str:

@@ -92,15 +92,15 @@ class StepBatch:
         step: number of the step, from 1.
         plan: plan of the step, the same on all ranks.
         documents: names of the documents, by the plan's document index, for messages.
-        tokens: number of tokens of the step, over the whole domain.
+        tokens: number of tokens of the step, over the whole domain, before merging.
         target_tokens: number of labels of the step other than -100, over the whole domain: the divisor of the loss.
         micro_batches: this rank's share of each micro-batch of the plan.
         data_wait_s: seconds that the caller waited for this batch.
-        weights: weight of each target, by the plan's document index; empty: 1 for all.
+        weights: weight of each target, by sequence; empty: 1 for all.
         target_weight: sum of the weights of all targets of the step, over the whole domain; `target_tokens` without weights.
-        store_documents: index in the store of each document (or of the one it is cut from), by the plan's document index;
-            empty without a store.
+        store_documents: index in the store of each sequence (or of the one it is cut from); empty without a store.
         source_tokens: tokens of the step by the path of their store; empty with a single store.
+        rows: document of the plan of every sequence that was merged, and its rows there; empty: each document is a sequence.
     """
 
     step: int
@@ -114,6 +114,12 @@ class StepBatch:
     target_weight: float = 0.0
     store_documents: tuple[int, ...] = ()
     source_tokens: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[tuple[int, Ids], ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences of the step."""
+        return len(self.rows or self.plan.lengths)
 
 
 def pack(

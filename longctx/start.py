@@ -14,6 +14,7 @@ import torch
 from longctx.attention.kernels import choose_kernel
 from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config, check
+from longctx.config.combinations import why_apart
 from longctx.errors import UserError
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
@@ -157,6 +158,8 @@ def _notes(config: Config, device: torch.device) -> list[str]:
     if config.optimizer.warmup_steps > config.schedule_steps:
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
+    if config.dpo.beta is not None and config.data.merge_prefixes is None:
+        notes += [f"data.merge_prefixes is off, as it is {problem.rule}" for problem in why_apart(config)[:1]]
     return notes
 
 

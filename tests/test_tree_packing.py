@@ -276,6 +276,21 @@ def test_sequences_that_do_not_match_are_refused(arguments: Any, message: str) -
         merge_prefixes([[1]], weights=[1, 2])
 
 
+def test_trees_that_save_little_stay_small() -> None:
+    documents = [[*range(1000, 1030), *[number] * 100] for number in range(60)]
+    for tokens_per_rank, most in ((None, 60 * 101 + 30), (2000, 2000), (500, 8 * 130)):
+        merged = merge_prefixes(documents, most_tokens=100_000, tokens_per_rank=tokens_per_rank)
+        assert most - 101 < max(merged.lengths) <= most
+    books = [[*range(1000), *[number] * 10] for number in range(200)]
+    assert len(merge_prefixes(books, tokens_per_rank=500).trees) == 1
+
+
+def test_only_sequences_of_a_group_are_merged() -> None:
+    sequences, groups = [[*range(50), number] for number in range(6)], [4, 0, 4, 1, 0, 4]
+    merged = merge_prefixes(sequences, groups=groups)
+    assert [document for document, _ in merged.rows] == [0, 1, 0, 2, 1, 0] and len(merged.trees) == 2
+
+
 def tree_step(**changes: Any) -> StepBatch:
     """Returns a step of a tree and a document on one rank, packed."""
     merged = merge_prefixes([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5], [6, 7]])

@@ -141,6 +141,7 @@ NO_LORA = Where("lora.rank is null", ("lora.rank=8",))
 DPO = Where("dpo.beta is not null", ("dpo.beta=null",))
 NO_DPO = Where("dpo.beta is null", ("dpo.beta=0.1",))
 MASKED = Where("masked.share is not null", ("masked.share=null",))
+PREDICTIONS = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
 CAUSAL = Where("masked.share is null", ("masked.share=0.3",))
 TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_size=1",))
 PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
@@ -182,9 +183,8 @@ def _objectives() -> Iterator[Row]:
         yield Row(setting, MASKED, "encoders are run by transformers' own code, which cannot split a model over ranks")
     no_predictions = Where("multi-token prediction is 0", ("model.num_nextn_predict_layers=1",))
     yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
-    predictions = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
-    yield Row("dpo.beta is not null", predictions, "the loss of DPO is not one of single tokens")
-    yield Row("parallel.pipeline_parallel_size > 1", predictions, "the last stage would need the embedding of the first")
+    yield Row("dpo.beta is not null", PREDICTIONS, "the loss of DPO is not one of single tokens")
+    yield Row("parallel.pipeline_parallel_size > 1", PREDICTIONS, "the last stage would need the embedding of the first")
 
 
 def _data() -> Iterator[Row]:
@@ -197,6 +197,16 @@ def _data() -> Iterator[Row]:
     yield Row("data.held_out > 0", other_store, "validation uses eval.store, and held-out documents would never be used")
     no_checkpoints = Where("checkpoint.every is null", ("checkpoint.every=100",))
     yield Row("checkpoint.export is not null", no_checkpoints, "the last checkpoint is exported")
+    yield from _merging()
+
+
+def _merging() -> Iterator[Row]:
+    merged = "data.merge_prefixes is true"
+    yield Row(merged, MASKED, "tokens are masked in each document, and seen by those before them")
+    yield Row(merged, PREDICTIONS, "a token in common has several later tokens")
+    by_default = "balance.bias_rate is null and the bias of the router is true and model.from_pretrained is null"
+    for condition, name in [*((f"{name} > 0", name) for name in BALANCE), (by_default, "balance.bias_rate")]:
+        yield Row(merged, Where(condition, (f"{name}=0.0",)), "it goes by the tokens of every document")
 
 
 def _parallelism() -> Iterator[Row]:
@@ -250,3 +260,16 @@ def _speed() -> Iterator[Row]:
 
 ROWS = tuple(_rows())
 """The table."""
+
+
+def merges_prefixes(config: Config) -> bool:
+    """Returns whether documents that begin alike are merged: `data.merge_prefixes`, or else its default."""
+    merges = config.data.merge_prefixes
+    return config.dpo.beta is not None and not why_apart(config) if merges is None else merges
+
+
+def why_apart(config: Config) -> list[Problem]:
+    """Returns what is against merging documents that begin alike."""
+    key = "data.merge_prefixes"
+    merging, spec = config.changed({key: True}), config.model_source().spec
+    return [problem for row in ROWS if row.key == key and (problem := row.problem(merging, spec)) is not None]

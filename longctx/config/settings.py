@@ -158,6 +158,10 @@ class DataSection(Section):
     """treatment of documents longer than max_length; DPO pairs cannot be split: use drop or error"""
     max_length: Count | None = None
     """maximum document length in tokens (null: the most that the domain can hold)"""
+    merge_prefixes: bool | None = None
+    """compute what documents of a step have in common at their beginning once, as a tree; loss and gradients stay the same. Of
+    DPO pairs, the two of each are merged, otherwise all documents of the step that share at least an eighth of their mean
+    length (null: DPO pairs are merged where that is exact, other documents are not)"""
     held_out: float = Field(0.0, ge=0, lt=1)
     """share of documents, chosen by a hash of their names, held out for validation and never trained on"""
 

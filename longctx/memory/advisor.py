@@ -18,8 +18,7 @@ from longctx.memory.loads import Load, full_loads, loads
 from longctx.memory.model import Memory, estimate, fits
 from longctx.parallel.host_memory import free_bytes
 from longctx.planning.cost.spec import RECOMPUTE_MODES, ModelSpec
-from longctx.training.data import make_planner, step_lengths
-from longctx.training.run_profile import run_profile
+from longctx.training.data import first_plans
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
@@ -62,9 +61,7 @@ def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
     """Returns the loads of the first steps of a run; without a store, the load of a full rank with the longest document."""
     if store is None:
         return list(full_loads(config, ranks))
-    planner = make_planner(config, config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile)
-    steps = step_lengths(config, store, ranks, min(PLANNED_STEPS, config.train.steps))
-    return list(loads((planner(lengths) for lengths in steps), config))
+    return list(loads(first_plans(config, store, ranks, min(PLANNED_STEPS, config.train.steps)), config))
 
 
 def as_override(name: str, value: object) -> str:

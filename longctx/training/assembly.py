@@ -1,5 +1,6 @@
 """Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of its checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from longctx.data.loader import Loader
@@ -44,6 +45,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     objective: Objective = TokenMean()
     validated: Objective | None = None
     if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
+        documents = None if documents is None else replace(documents, merging=loader.merging)
         objective, validated = _preferences(run, mesh, passes, loader, documents)
     if saved is not None:
         checkpoint.load(saved, passes.model, optimizer, mesh.control)
@@ -72,7 +74,7 @@ def _preferences(
     config, model = run.config, passes.model
     copy = passes.pipeline.tied_copy if passes.pipeline is not None else None
     weights = [weight.detach() for weight in model.parameters() if weight is not copy]
-    reference = Reference(config, mesh, model, weights, passes.look, loader.planner, run.resumes)
+    reference = Reference(config, mesh, model, weights, passes.look, loader.planner, run.resumes, loader.merging)
     pieces = loader.coming(config.train.steps)
     objectives = preferences(reference, config.dpo, run.data.store, pieces, documents)
     passes.end_looking()

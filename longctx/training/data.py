@@ -2,16 +2,18 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from longctx.config import Config, ConfigError
+from longctx.config.combinations import merges_prefixes
 from longctx.config.run import FLOAT8_ROWS
-from longctx.data.loader import Loader
+from longctx.data.loader import Loader, Planner, plan_step
 from longctx.data.masking import Masking
+from longctx.data.merging import Merging
 from longctx.data.mixture import Mixture, make_steps
-from longctx.data.sampler import Steps, first_lengths
+from longctx.data.sampler import Steps
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError
 from longctx.errors import UserError
@@ -120,9 +122,12 @@ def make_masking(config: Config, store: Store, seed: int) -> Masking | None:
     return Masking(seed, masked.share, token, tokenizer.ordinary, masked.random, masked.kept)
 
 
-def make_planner(
-    config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False
-) -> Callable[[Sequence[int]], Plan]:
+def make_merging(config: Config, world_size: int) -> Merging | None:
+    """Returns what merges documents of a step that begin alike; None if they stay apart."""
+    return Merging(config.capacity(world_size), config.batch.tokens_per_rank) if merges_prefixes(config) else None
+
+
+def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False) -> Planner:
     """Makes the planner of `config.context` for a domain of `ranks`; with `static` that of the best static degree.
 
     `profile` must be scaled to the run's model, parallel sizes and exchange, see `run_profile`.
@@ -157,6 +162,7 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         pad_to_multiple_of=padding(config),
         masking=make_masking(config, store, config.train.seed),
         ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
+        merging=make_merging(config, mesh.world_size),
     )
 
 
@@ -173,9 +179,15 @@ def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
     )
 
 
-def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[list[int]]:
-    """Returns the document lengths of the first `steps` steps of a run on `ranks` processes."""
-    return first_lengths(steps_of_run(config, store, ranks), steps)
+def first_plans(config: Config, store: Store, ranks: int, steps: int, *, static: bool = False) -> Iterator[Plan]:
+    """Yields the plans of the first `steps` steps of a run on `ranks` processes; with `static` at the best static degree."""
+    profile = run_profile(config, ranks, store.tokenizer.vocab_size).profile
+    planner, merging = make_planner(config, config.domain(ranks), profile, static=static), make_merging(config, ranks)
+    steps_of = steps_of_run(config, store, ranks)
+    cursor = steps_of.start
+    for _ in range(steps):
+        pieces, cursor = steps_of.step(cursor)
+        yield plan_step(store, pieces, planner, merging)[0]
 
 
 def mix_lines(config: Config, steps: Steps, count: int) -> list[str]:
@@ -193,6 +205,5 @@ class StepPlans:
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[StepPlans]:
     """Plans the first `steps` steps of a run on `ranks` processes."""
-    domain, profile = config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile
-    configured, static = make_planner(config, domain, profile), make_planner(config, domain, profile, static=True)
-    return [StepPlans(configured(lengths), static(lengths)) for lengths in step_lengths(config, store, ranks, steps)]
+    configured, static = (first_plans(config, store, ranks, steps, static=best) for best in (False, True))
+    return [StepPlans(*plans) for plans in zip(configured, static, strict=True)]

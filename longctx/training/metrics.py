@@ -44,7 +44,8 @@ class StepMetrics:
 
     Attributes:
         loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if none, or not finite.
-        tokens: of all documents of the step.
+        tokens, computed_tokens: of all documents of the step, before and after those that begin alike were merged; the
+            second is None if none were. Speed counts the first, mfu the second.
         step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
         degrees: number of documents at each degree.
         balance: mean over maximum of the modelled time per rank (1 - the plan's idle share).
@@ -111,6 +112,7 @@ class StepMetrics:
     document_loss: float | None = _row("experts", "sum", default=None)
     z_loss: float | None = _row("experts", "sum", default=None)
     mtp_loss: float | None = _row("train", "sum", default=None)
+    computed_tokens: int | None = _row("train", default=None)
     skipped: bool = _row("train", default=False)
     spikes: list[str] = field(default_factory=list)
     source_tokens: dict[str, int] | None = None
@@ -126,7 +128,7 @@ class StepMetrics:
             step_time_s: wall-clock time of the step.
             known: numbers that are the same on all processes.
         """
-        plan, padded = batch.plan, float(ranks["rows"].sum())
+        plan, padded, computed = batch.plan, float(ranks["rows"].sum()), sum(batch.plan.lengths)
         values = {
             each.name: REDUCTIONS[each.metadata["over_ranks"]](ranks[each.name])
             for each in fields(cls)
@@ -154,9 +156,10 @@ class StepMetrics:
             balance=1 - plan.idle_share,
             gap=plan.gap,
             predicted_bubble_share=plan.bubble_share,
-            padding_share=(padded - batch.tokens) / max(1, padded),
+            padding_share=(padded - computed) / max(1, padded),
             rest_s=max(0.0, step_time_s - timed - float(ranks["data_wait_s"].mean())),
             source_tokens=dict(batch.source_tokens) or None,
+            computed_tokens=computed if batch.rows else None,
         )
 
     def console(self) -> str:
@@ -172,10 +175,11 @@ class StepMetrics:
         marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
+        merged = "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
         learned = f"loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f}"
         return (
             f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr {self.lr:.1e} "
-            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {format_bytes(self.peak_memory_bytes)} "
+            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem {format_bytes(self.peak_memory_bytes)} "
             f"degrees {degrees} {experts}balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
             f"data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){marked}{validated}"
@@ -332,4 +336,7 @@ def mean_speed(folder: Path) -> str:
         return "no steps"
     tokens = sum(step["tokens"] for step in steps)
     per_rank = sum(step["tokens_per_s_per_rank"] * step["step_time_s"] for step in steps)
-    return f"{_short(tokens / seconds)} tokens/s, {_short(per_rank / seconds)} per rank, {seconds / len(steps):.2f} s per step"
+    computed = sum(step.get("computed_tokens") or step["tokens"] for step in steps)
+    merged = f", {tokens:,} tokens merged to {computed:,}" * (computed < tokens)
+    speed = f"{_short(tokens / seconds)} tokens/s, {_short(per_rank / seconds)} per rank"
+    return f"{speed}, {seconds / len(steps):.2f} s per step{merged}"

@@ -3,7 +3,7 @@
 The loss of a pair is -log σ(β · m), with m = log p/p_ref of the chosen completion - log p/p_ref of the rejected one; p_ref is
 the initial model (Rafailov et al., 2023, eq. 7; label smoothing as in Mitchell, 2023). Given log p of whole documents from a
 pass without gradients, the gradient of the loss is that of weighted token losses, with one weight per document. So pairs are
-packed and split over ranks like other documents.
+packed and split over ranks like other documents, or merged to trees: a token of the prompt that both learn has weight 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from longctx.config.settings import DpoSection
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
-from longctx.training.objectives.objective import Objective, StepWeights, documents_of
+from longctx.training.objectives.objective import Objective, StepWeights, row_weights
 from longctx.training.reference import FILE, Reference
 from longctx.training.validation import Documents
 
@@ -53,10 +53,9 @@ class Preference(Objective):
         pairs, smoothing = float(counts.sum()), self.label_smoothing
         losses = -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
         slopes = self.beta * counts * ((1 - smoothing) * torch.sigmoid(-margins) - smoothing * torch.sigmoid(margins))
-        by_document = torch.stack([slopes, -slopes], dim=1).flatten().float()
         return StepWeights(
             divisor=pairs,
-            tokens=[by_document[documents_of(micro_batch)] for micro_batch in batch.micro_batches],
+            tokens=row_weights(batch, torch.stack([slopes, -slopes], dim=1).flatten()),
             loss=float((counts * losses).sum()) / pairs,
             reported={
                 "reward_accuracy": float((counts * (margins > 0)).sum()) / pairs,

@@ -19,7 +19,7 @@ import torch
 
 from longctx.config import Config
 from longctx.data.loader import Planner
-from longctx.data.packing import StepBatch
+from longctx.data.merging import Merging
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.errors import UserError
@@ -51,7 +51,7 @@ class Reference:
         model: the initial model.
         weights: parameters of the model that this rank counts.
         look: a pass without gradients.
-        planner: planner of the run.
+        planner, merging: those of the run.
         resumes: True requires files in the run folder to belong to this run; otherwise they are used if their weights match.
     """
 
@@ -62,6 +62,7 @@ class Reference:
     look: Look
     planner: Planner
     resumes: bool
+    merging: Merging | None = None
 
     def of(self, store: Store, pieces: Iterable[Piece], name: str, *, store_may_change: bool = False) -> torch.Tensor:
         """Returns the sums of the documents of `pieces`, float64 [documents of the store]; NaN for other documents.
@@ -106,14 +107,16 @@ class Reference:
         """Fills in the missing sums. Writes them every KEPT_EVERY_S seconds, so that an interrupted run can resume the pass."""
         pieces = tuple(Piece(document, 0, int(store.lengths[document])) for document in missing)
         longest = max(piece.length for piece in pieces)
-        documents = Documents(store, pieces, self.config.batch.global_tokens, padding(self.config), longest, long=0)
+        documents = Documents(
+            store, pieces, self.config.batch.global_tokens, padding(self.config), longest, long=0, merging=self.merging
+        )
         began = reported = written = time.monotonic()
         done = 0
         for batch in documents.steps(self.planner, self.mesh):
             values = document_sums(batch, self.look(batch, log_probabilities), self.mesh)
-            _refuse_non_finite(batch, values)
+            _refuse_non_finite([store.name(document) for document in batch.store_documents], values)
             sums[list(batch.store_documents)] = values.numpy()
-            done += len(batch.documents)
+            done += batch.sequences
             now, last = time.monotonic(), done == len(pieces)
             if self.mesh.world_rank == 0 and (last or now - reported > SAID_EVERY_S):
                 reported, of = now, len(pieces) // 2
@@ -135,8 +138,8 @@ class Reference:
         return problems
 
 
-def _refuse_non_finite(batch: StepBatch, sums: torch.Tensor) -> None:
-    wrong = [name for name, value in zip(batch.documents, sums.tolist(), strict=True) if not math.isfinite(value)]
+def _refuse_non_finite(names: Sequence[str], sums: torch.Tensor) -> None:
+    wrong = [name for name, value in zip(names, sums.tolist(), strict=True) if not math.isfinite(value)]
     if wrong:
         raise ReferenceError(
             f"the initial model has no finite log-probability for documents {', '.join(wrong[:20])}: check the checkpoint and "

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.config import Config
-from longctx.data.loader import Planner, read_step
+from longctx.data.loader import Planner, plan_step, read_step
 from longctx.data.masking import Masking
+from longctx.data.merging import Merging
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store import Store
@@ -46,6 +47,7 @@ class Documents:
         max_length: maximum tokens of a piece.
         long: number of documents longer than `max_length`, which are split or dropped.
         masking: masks of an encoder's tokens, the same in every pass and for every train.seed; None: next tokens are predicted.
+        merging: merges pairs, for their sums; None: documents stay apart.
     """
 
     store: Store
@@ -55,6 +57,7 @@ class Documents:
     max_length: int
     long: int
     masking: Masking | None = None
+    merging: Merging | None = None
 
     @classmethod
     def choose(
@@ -89,9 +92,10 @@ class Documents:
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
         """Yields this rank's share of all pieces, step by step. Collective."""
         for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens, 1 + self.store.pairs), start=1):
-            plan = planner([piece.length for piece in pieces])
+            plan, merged = plan_step(self.store, pieces, planner, self.merging)
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
-            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of, self.masking)
+            options = (self.pad_to_multiple_of, self.masking)
+            yield read_step(self.store, pieces, plan, mesh.rank, step, *options, merged=merged)
 
 
 def in_steps(pieces: Iterable[Piece], tokens: int, multiple: int = 1) -> Iterator[list[Piece]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from longctx.data import IGNORED_LABEL
@@ -55,7 +56,8 @@ class Objective(ABC):
             batch: this rank's share of the step.
             log_probabilities: if needed, log p of every label, float32 [T] for each micro-batch; 0 without a label, and on
                 pipeline ranks without the head.
-            document_sums: if needed, log p summed over each document of the step on all ranks, float64 [documents].
+            document_sums: if needed, log p summed over each sequence of the step on all ranks, float64 [sequences]. Every
+                document is one, unless documents were merged to trees.
         """
 
 
@@ -71,12 +73,13 @@ class TokenMean(Objective):
         log_probabilities: Sequence[torch.Tensor] = (),
         document_sums: torch.Tensor | None = None,
     ) -> StepWeights:
-        if not batch.weights and not any(micro_batch.weights is not None for micro_batch in batch.micro_batches):
+        micro_batches = batch.micro_batches
+        if not batch.weights and not batch.rows and all(micro_batch.weights is None for micro_batch in micro_batches):
             return StepWeights(divisor=max(1, batch.target_tokens))
-        weights = torch.tensor(batch.weights or (1.0,) * len(batch.plan.lengths), dtype=torch.float32)
+        tokens = row_weights(batch, torch.tensor(batch.weights or (1.0,) * batch.sequences, dtype=torch.float64))
         tokens = [
-            weights[documents_of(micro_batch)] * (1 if micro_batch.weights is None else micro_batch.weights)
-            for micro_batch in batch.micro_batches
+            weights if micro_batch.weights is None else weights * micro_batch.weights
+            for weights, micro_batch in zip(tokens, micro_batches, strict=True)
         ]
         return StepWeights(divisor=batch.target_weight or 1.0, tokens=tokens)
 
@@ -89,19 +92,41 @@ def documents_of(micro_batch: MicroBatch) -> torch.Tensor:
     return documents
 
 
+def row_weights(batch: StepBatch, weights: torch.Tensor) -> list[torch.Tensor]:
+    """Returns float32 [T] for each micro-batch: the `weights` [sequences] of all sequences that have a row, added up."""
+    held = ((micro_batch, *_sequences_of(batch, micro_batch)) for micro_batch in batch.micro_batches)
+    return [weights.new_zeros(len(of.tokens)).index_add_(0, rows, weights[ids]).float() for of, rows, ids in held]
+
+
 def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """Sums values of targets over each document and all ranks. Returns float64 [documents], the same on all ranks.
+    """Sums values of targets over each sequence and all ranks. Returns float64 [sequences], the same on all ranks.
 
     Collective over all ranks of the run, each with its `values` [T] for each micro-batch. Raises UserError if a document is a
-    tree, whose sequences have sums of their own.
+    tree, and the batch does not have the rows of its sequences.
     """
-    if batch.plan.trees:
+    if batch.plan.trees and not batch.rows:
         raise UserError(
-            f"the step has {len(batch.plan.trees)} trees, but this objective needs the log-probability of every sequence: use "
-            "documents without merged prefixes"
+            f"the step has {len(batch.plan.trees)} trees, but this objective needs the log-probability of every sequence: give "
+            "StepBatch the rows of what merge_prefixes returns, or use documents without merged prefixes"
         )
-    sums = torch.zeros(len(batch.plan.lengths), dtype=torch.float64)
-    for micro_batch, rows in zip(batch.micro_batches, values, strict=True):
-        counted = rows.cpu().double().where(micro_batch.labels != IGNORED_LABEL, 0)
-        sums.index_add_(0, documents_of(micro_batch), counted)
+    sums = torch.zeros(batch.sequences, dtype=torch.float64)
+    for micro_batch, of_rows in zip(batch.micro_batches, values, strict=True):
+        counted = of_rows.cpu().double().where(micro_batch.labels != IGNORED_LABEL, 0)
+        rows, sequences = _sequences_of(batch, micro_batch)
+        sums.index_add_(0, sequences, counted[rows])
     return mesh.gather(sums.tolist() if mesh.counts else [0.0] * len(sums)).sum(dim=0)
+
+
+def _sequences_of(batch: StepBatch, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows of a micro-batch and a sequence that has each, both int64; a row of several sequences is there for each."""
+    if not batch.rows:
+        return torch.arange(len(micro_batch.tokens)), documents_of(micro_batch)
+    places = {}  # row in the buffer of every row of a document, -1 on other ranks
+    for shard in micro_batch.layout.shards:
+        place = places[shard.document] = np.full(shard.length, -1)
+        held = [np.arange(*shard.head), np.arange(*shard.tail)]
+        place[np.concatenate(held)] = np.arange(shard.offset, shard.offset + shard.tokens)
+    paths = [(sequence, places[document][rows]) for sequence, (document, rows) in enumerate(batch.rows) if document in places]
+    sequences = np.repeat([sequence for sequence, _ in paths], [len(rows) for _, rows in paths]).astype(np.int64)
+    rows = np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in paths)])
+    return torch.from_numpy(rows[rows >= 0]), torch.from_numpy(sequences[rows >= 0])

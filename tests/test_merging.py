@@ -1,0 +1,264 @@
+"""Merging in training: what documents of a step, or the two of a pair, share is computed once, and the loss stays the same."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.cli import main
+from longctx.config import ConfigError, load
+from longctx.config.combinations import merges_prefixes, why_apart
+from longctx.data.corpus import open_corpus
+from longctx.data.loader import Loader
+from longctx.data.merging import Merging
+from longctx.data.packing import StepBatch, pack_documents
+from longctx.data.prepare import prepare
+from longctx.data.sampler import Piece
+from longctx.data.store import Store
+from longctx.data.trees import merge_prefixes
+from longctx.planning.planners.planner import make_plan
+from longctx.start import _notes
+from longctx.training.data import plan_steps
+from longctx.training.metrics import mean_speed
+from longctx.training.objectives.objective import TokenMean, document_sums
+from tests import preference_cases
+from tests.data_cases import PROFILE, byte_store, text_of, write_jsonl
+from tests.lora_cases import ALPHA, RANK, make_checkpoint
+from tests.marks import examples, slow_unless
+from tests.merging_cases import APART, MERGED, SETTINGS, distance, make_group_store, train
+from tests.preference_cases import make_pairs
+from tests.training_cases import CPU, SMALL
+from tests.workers import Workers
+
+NATIVE = ["model.implementation=native", "batch.tokens_per_rank=250"]
+SPLITS = {
+    "alone": (1, ["batch.tokens_per_rank=800"]),
+    "two ranks": (2, ["batch.tokens_per_rank=400"]),
+    "three ranks": (3, ["batch.tokens_per_rank=250", "context.max_remote_tokens=200"]),
+    "two tensor ranks": (4, ["batch.tokens_per_rank=400", "parallel.tensor_parallel_size=2"]),
+    "a pipeline": (4, ["batch.tokens_per_rank=400", "parallel.pipeline_parallel_size=2"]),
+}
+PAIRS = {
+    "alone": (1, ["batch.tokens_per_rank=500"]),
+    "three ranks": (3, ["batch.tokens_per_rank=200"]),
+    "adapters": (2, ["batch.tokens_per_rank=250", f"lora.rank={RANK}", f"lora.alpha={ALPHA}"]),
+    "two tensor ranks": (4, [*NATIVE, "parallel.tensor_parallel_size=2"]),
+    "a pipeline": (4, [*NATIVE, "parallel.pipeline_parallel_size=2"]),
+}
+FAST = ("alone", "three ranks")
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_group_store(tmp_path_factory.mktemp("groups"))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def apart(workers: Workers, groups: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return workers.run(train, 1, groups, tmp_path_factory.mktemp("apart"), [APART, "batch.tokens_per_rank=1000"])[0]
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in FAST, SPLITS))
+def test_training_is_that_of_documents_apart(
+    workers: Workers, groups: Path, apart: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    """Of groups of weighted texts, with loss on what they share, of conversations of one prompt, and of documents alone."""
+    ranks, settings = SPLITS[name]
+    found = workers.run(train, ranks, groups, tmp_path / "run", [MERGED, *settings])[0]
+    for row, other in zip(found["rows"], apart["rows"], strict=True):
+        assert (row["tokens"], row["target_tokens"]) == (other["tokens"], other["target_tokens"])
+        assert row["computed_tokens"] < 0.8 * row["tokens"] and other["computed_tokens"] is None
+        assert ranks == 1 or any(int(degree) > 1 for degree in row["degrees"])
+        for key in ("loss", "grad_norm"):
+            assert row[key] == pytest.approx(other[key], rel=1e-6), key
+    first = found["rows"][0]
+    assert first["tokens_per_s_per_rank"] * first["step_time_s"] * ranks == pytest.approx(first["tokens"])
+    before, after = (sum(row[key] for row in found["rows"]) for key in ("tokens", "computed_tokens"))
+    assert mean_speed(tmp_path / "run").endswith(f"per step, {before:,} tokens merged to {after:,}")
+    assert all(row["padding_share"] == 0 for row in found["rows"]) or "tensor" in name
+    if len(found["gradients"]) == len(apart["gradients"]):  # not of a stage
+        assert distance(found["gradients"], apart["gradients"]) < 1e-6
+        assert distance(found["weights"], apart["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in FAST, PAIRS))
+def test_pairs_are_those_apart(workers: Workers, pairs: Path, tmp_path: Path, name: str) -> None:
+    """`test_preference` compares merged pairs, the default, with TRL."""
+    ranks, settings = PAIRS[name]
+    checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    settings = [f"model.from_pretrained={checkpoint}", *settings, "eval.every=4", f"eval.store={pairs}"]
+    merged, apart = (
+        workers.run(preference_cases.run, ranks, pairs, tmp_path / name, [*settings, *more])[0]
+        for name, more in (("merged", []), ("apart", [APART]))
+    )
+    for step, (row, other) in enumerate(zip(merged["rows"], apart["rows"], strict=True)):
+        assert row["computed_tokens"] < 0.8 * row["tokens"] and other["computed_tokens"] is None
+        for key in ("loss", "grad_norm", "reward_margin"):
+            # rounding grows by the large steps of so large a β
+            assert row[key] == pytest.approx(other[key], rel=1e-5 if step else 1e-6, abs=1e-5), (step, key)
+    for key in ("validation_loss", "validation_accuracy", "validation_tokens"):
+        assert merged["rows"][-1][key] == pytest.approx(apart["rows"][-1][key], rel=1e-5)
+    sums = [np.load(tmp_path / of / "reference.npz")["sums"] for of in ("merged", "apart")]
+    np.testing.assert_allclose(*sums, rtol=1e-6)
+    assert merged["last"].keys() == apart["last"].keys()
+    assert distance(merged["last"], apart["last"]) < 1e-6
+
+
+@pytest.mark.slow
+def test_states_of_linear_attention_branch(workers: Workers, pairs: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2)
+    settings = [f"model.from_pretrained={checkpoint}", "batch.tokens_per_rank=250", "train.steps=1"]
+    merged, apart = (
+        workers.run(preference_cases.run, 2, pairs, tmp_path / which, [*settings, which])[0] for which in (MERGED, APART)
+    )
+    assert merged["rows"][0]["computed_tokens"] and merged["split"]
+    assert merged["rows"][0]["grad_norm"] == pytest.approx(apart["rows"][0]["grad_norm"], rel=1e-6)
+    assert distance(merged["gradients"], apart["gradients"]) < 1e-5
+
+
+def test_a_run_resumes_bit_by_bit(workers: Workers, groups: Path, tmp_path: Path) -> None:
+    settings = [MERGED, "batch.tokens_per_rank=400"]
+    whole = workers.run(train, 2, groups, tmp_path / "run", settings)[0]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    again = workers.run(train, 2, groups, tmp_path / "run", settings, True)[0]
+    assert [row["loss"] for row in again["rows"]] == [row["loss"] for row in whole["rows"]]
+    assert all(torch.equal(again["weights"][name], weight) for name, weight in whole["weights"].items())
+
+
+def whole_pieces(store: Store) -> list[Piece]:
+    return [Piece(document, 0, int(length)) for document, length in enumerate(store.lengths)]
+
+
+def test_what_is_merged(groups: Path, pairs: Path) -> None:
+    store = Store.open(groups)
+    merged = Merging(2000, 300).of(store, whole_pieces(store))
+    assert merged is not None
+    together: dict[int, list[int]] = {}
+    for sequence, (document, rows) in enumerate(merged.rows):
+        together.setdefault(document, []).append(sequence)
+        tokens, labels = store.read(sequence, 0, int(store.lengths[sequence]))
+        assert merged.tokens[document][rows].tolist() == tokens.tolist()
+        assert merged.labels[document][rows].tolist() == labels.tolist()
+    assert sorted(together.values()) == [[0, 1, 2, 3, 4, 19], [5, 6, 7, 8, 9], [10, 11, 12, 13], *([n] for n in range(14, 19))]
+    small = Merging(700, 300).of(store, whole_pieces(store))
+    assert small is not None and max(small.lengths) <= 700 and len(small.tokens) > len(merged.tokens)
+    assert Merging(2000, 300).of(store, whole_pieces(store)[14:19]) is None
+    store = Store.open(pairs)
+    by_pair = Merging(2000, 300).of(store, whole_pieces(store))
+    assert by_pair is not None and all(by_pair.rows[i][0] <= by_pair.rows[i + 1][0] for i in range(len(store) - 1))
+    assert len(by_pair.trees) == len(store) // 2
+
+
+def test_what_all_documents_share_is_not_enough(tmp_path: Path) -> None:
+    """A chat template or a system prompt would make one large tree of every step."""
+    records = [{"text": text_of(20) + text_of(300, seed)} for seed in range(1, 9)]
+    prepare(open_corpus(str(write_jsonl(tmp_path / "s.jsonl", records))), tmp_path / "s", tokenizer="bytes")
+    store = Store.open(tmp_path / "s")
+    assert Merging(5000, 300).of(store, whole_pieces(store)) is None
+
+
+def test_documents_that_share_nothing_are_planned_and_packed_as_before(tmp_path: Path, groups: Path) -> None:
+    def batches(store: Store, merging: Merging | None) -> list[Any]:
+        def planner(lengths: Any, **trees: Any) -> Any:
+            return make_plan(lengths, ranks=2, tokens_per_rank=300, profile=PROFILE, **trees)
+
+        options: dict[str, Any] = {"rank": 1, "ranks": 2, "planner": planner, "global_tokens": 3000, "seed": 0}
+        with Loader(store, max_length=600, merging=merging, **options) as loader:
+            return [next(loader) for _ in range(3)]
+
+    store = byte_store(tmp_path, (200, 70, 410, 130, 90))
+    for ours, theirs in zip(batches(store, Merging(600, 300)), batches(store, None), strict=True):
+        assert ours.plan.hash == theirs.plan.hash and not ours.rows and ours.documents == theirs.documents
+        for a, b in zip(ours.micro_batches, theirs.micro_batches, strict=True):
+            assert torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels) and a.weights is None
+    alike = batches(Store.open(groups), Merging(600, 300))
+    assert all(batch.plan.trees and batch.tokens > sum(batch.plan.lengths) for batch in alike)
+    assert any("that begin alike" in name for name in alike[0].documents)
+
+
+def test_the_first_steps_are_planned_with_trees(groups: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    settings = [*SMALL, *SETTINGS, f"data.store={groups}", "batch.tokens_per_rank=400", f"train.run_dir={tmp_path / 'run'}"]
+    merged, apart = (
+        plan_steps(load(None, [*settings, which], world_size=2), Store.open(groups), 2, 2) for which in (MERGED, APART)
+    )
+    for ours, theirs in zip(merged, apart, strict=True):
+        assert ours.plan.trees and ours.plan.makespan_s < theirs.plan.makespan_s and not theirs.plan.trees
+        assert sum(ours.plan.lengths) == sum(ours.static.lengths) < sum(theirs.plan.lengths)
+    arguments = [f"--{one}" for one in [*settings, MERGED]]
+    assert main(["train", "--dry-run", "--processes", "2", *arguments]) == 0
+    assert f"  {sum(merged[0].plan.lengths):,}  " in capsys.readouterr().out
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.data())
+def test_sums_and_weights_are_those_of_the_sequences(data: st.DataObject) -> None:
+    """Over the shares of all ranks, with any value on every row of the documents."""
+    count, ranks = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 3))
+    sequences = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=count, max_size=count))
+    labels = [[token if data.draw(st.booleans()) else -100 for token in tokens] for tokens in sequences]
+    factors = data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=count, max_size=count))
+    merged = merge_prefixes(sequences, labels, most_tokens=30)
+    plan = make_plan(merged.lengths, trees=merged.trees, ranks=ranks, tokens_per_rank=32, profile=PROFILE)
+    of_rows = [torch.arange(1.0, 1 + length) * 7 % 11 for length in merged.lengths]
+    names = tuple(map(str, range(len(plan.lengths))))
+    alone: Any = SimpleNamespace(counts=True, gather=lambda row: torch.tensor([row]))
+    sums, total = torch.zeros(count, dtype=torch.float64), 0.0
+    for rank in range(ranks):
+        packed, _ = pack_documents(plan, rank, merged.tokens, merged.labels, shift=False, pad_to_multiple_of=2)
+        values = [torch.full((len(micro_batch.tokens),), 99.0) for micro_batch in packed]
+        for micro_batch, row in zip(packed, values, strict=True):
+            for shard in micro_batch.layout.shards:
+                held = torch.cat([of_rows[shard.document][slice(*span)] for span in (shard.head, shard.tail)])
+                row[shard.offset : shard.offset + shard.tokens] = held
+        options = {"weights": tuple(factors), "target_weight": 1.0, "rows": merged.rows}
+        batch = StepBatch(1, plan, names, sum(map(len, sequences)), 1, tuple(packed), **options)
+        sums += document_sums(batch, values, alone)
+        tokens = TokenMean().weights(batch).tokens
+        assert tokens is not None
+        for micro_batch, row, weight in zip(packed, values, tokens, strict=True):
+            total += float((row * weight)[micro_batch.labels != -100].sum())
+    targets = [torch.tensor([*label[1:], -100]) != -100 for label in labels]
+    expected = [float(of_rows[at][rows][kept].sum()) for (at, rows), kept in zip(merged.rows, targets, strict=True)]
+    assert sums.tolist() == expected
+    assert total == pytest.approx(sum(factor * each for factor, each in zip(factors, expected, strict=True)))
+
+
+REFUSED = {
+    "multi-token prediction": ["model.num_nextn_predict_layers=1"],
+    "document_loss": ["model.num_experts=4", "model.num_experts_per_tok=2", "balance.document_loss=0.01"],
+    "z_loss": ["model.num_experts=4", "model.num_experts_per_tok=2", "balance.z_loss=0.01"],
+    "bias of the router": ["model.num_experts=4", "model.num_experts_per_tok=2", "model.router_bias=true"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_exact_is_refused(name: str) -> None:
+    settings = [*SMALL, *REFUSED[name]]
+    with pytest.raises(ConfigError, match=rf"data\.merge_prefixes = true\n.*not possible where .*{name}") as refused:
+        load(None, [*settings, MERGED], world_size=1)
+    assert "omit it" in str(refused.value), "no way out"
+    config = load(None, settings, world_size=1)
+    assert not merges_prefixes(config) and why_apart(config)
+
+
+def test_pairs_are_merged_by_default_where_that_is_exact() -> None:
+    experts = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.router_bias=true"]
+    config = load(None, [*SMALL, "dpo.beta=0.1"], world_size=1)
+    assert merges_prefixes(config) and not _notes(config, CPU)
+    assert not merges_prefixes(load(None, [*SMALL, "dpo.beta=0.1", APART], world_size=1))
+    assert not merges_prefixes(load(None, SMALL, world_size=1))
+    config = load(None, [*SMALL, "dpo.beta=0.1", *experts], world_size=1)
+    (line,) = _notes(config, CPU)
+    assert not merges_prefixes(config) and line.startswith("data.merge_prefixes is off, as it is not possible where balance.")
+    assert merges_prefixes(load(None, [*SMALL, "dpo.beta=0.1", *experts, "balance.bias_rate=0"], world_size=1))
