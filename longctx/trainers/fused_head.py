@@ -87,6 +87,7 @@ class PlannedHead:
             [row.tokens for row in rows],
             [np.roll(row.labels, 1) for row in rows],  # not shifted; the last one is -100
             most_tokens=self.sharing.ranks * self.sharing.tokens_per_rank,
+            tokens_per_rank=self.sharing.tokens_per_rank,
             least_shared=LEAST_SHARED,
         )
         self.merged(sum(together.lengths) / sum(len(row.tokens) for row in rows))
