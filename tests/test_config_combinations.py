@@ -34,6 +34,8 @@ NEEDS = {
     "the router is not none": "model.preset=tiny-moe",
     "the router is not none and model.from_pretrained is null": "model.router_bias=false",
     "the number of experts > 0": "model.preset=tiny-moe",
+    "the tokens of every document": "model.preset=tiny-moe",
+    "_loss > 0: it goes by": "balance.bias_rate=0.0",
     "multi-token prediction > 0": "model.num_nextn_predict_layers=1",
     "is zero-bubble": "parallel.reshard_after=step",
 }
