@@ -26,7 +26,6 @@ from trl import SFTConfig, SFTTrainer
 
 from harness import Table, command, facts, options
 from longctx.trainers import dynamic_context_parallel
-from longctx.trainers.step import Sharing
 
 DOCUMENTS, LONG, STEPS = 64, 8, 4
 SHORT_TOKENS, LONG_TOKENS = (64, 512), (2048, 4096)
@@ -148,7 +147,7 @@ class Shared:
         self.cpu_s = self.waited_s = 0.0
 
     def watch(self, trainer: Any) -> None:
-        sharing: Sharing = trainer.dynamic
+        sharing = trainer.dynamic
         share, get_batch_samples = sharing.share, trainer.get_batch_samples
 
         def timed_share(*arguments: Any) -> Any:
@@ -164,7 +163,7 @@ class Shared:
             self.waited_s += time.perf_counter() - began
             return result
 
-        sharing.share, trainer.get_batch_samples = timed_share, timed_get  # type: ignore[method-assign]
+        sharing.share, trainer.get_batch_samples = timed_share, timed_get
 
 
 def made(way: Way, folder: str) -> SFTTrainer:

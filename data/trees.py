@@ -8,7 +8,6 @@ Rows are shared while tokens and what they predict are equal. So every row has o
 token of their prompt is a row of each, whose loss would be lost otherwise. The loss of a row counts for all its sequences.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,11 +20,7 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import Ids, MicroBatch, PackingError, Tokens, pack_documents
 from longctx.planning.plan import Plan
-from longctx.planning.tree import ROOT, Tree
-
-ENOUGH = 8
-"""A tree that one rank cannot hold has at most so many times as many tokens as its sequences have on average. Larger ones save
-little more, and ranks exchange more: modelled steps of 32 ranks were up to 18 % slower than without trees, and never faster."""
+from longctx.planning.tree import ROOT, Tree, is_too_large
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ def merge_prefixes(
         most_tokens: maximum number of tokens of a tree, such as those that all ranks hold in a micro-batch. Sequences that
             would be more become several trees. None: any number.
         tokens_per_rank: tokens that a rank holds in a micro-batch, beyond which trees are only as large as is worth it, see
-            ENOUGH. None: as large as they may be.
+            `is_too_large`. None: as large as they may be.
         least_shared: number of first rows that sequences must share to be merged. Each tree is in one micro-batch, so plans
             with fewer, larger documents have less freedom.
         weights: weight of each sequence in the loss; None: 1 for all.
@@ -154,10 +149,7 @@ def _parts(
         key = keys[number]
         shared = _shared(keys[before], key) if parts and groups[before] == groups[number] else 0
         size, total, before = size + len(key) - shared, total + len(key), number
-        limits = [math.inf if most_tokens is None else most_tokens]
-        if tokens_per_rank is not None and parts:
-            limits.append(max(tokens_per_rank, ENOUGH * total / (1 + len(parts[-1]))))
-        if shared < least_shared or size > min(limits):
+        if shared < least_shared or is_too_large(size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank):
             size, total, shared = len(key), len(key), 0
             parts.append([])
         parts[-1].append((number, shared))
@@ -183,8 +175,7 @@ class _Node(NamedTuple):
 def _nodes(part: list[tuple[int, int]], keys: Sequence[Ids]) -> Iterator[_Node]:
     """Yields the nodes of a tree in depth-first order, the children of each by number of rows.
 
-    With the shortest first, ranks have more even work: 1.15 times the mean on the busiest of 4, and 1.28 in any order, over 300
-    random groups.
+    With the shortest first, ranks have more even work than in any other order.
     """
     sequences, shared = map(list, zip(*part, strict=True))
     lengths = [len(keys[sequence]) for sequence in sequences]

@@ -283,9 +283,19 @@ def test_trees_from_lengths_are_those_of_merged_sequences(most: int) -> None:
     assert [tree.length for tree in Group(1, tuple(completions)).trees(most)] == [1 + tokens for tokens in completions]
 
 
+@pytest.mark.parametrize(("tokens_per_rank", "parts"), [(None, 1), (2000, 1), (500, 3)])
+def test_trees_of_large_groups_are_as_large_as_in_training(tokens_per_rank: int | None, parts: int) -> None:
+    """A tree that ranks must share has at most 8 times the tokens of its sequences on average: 10 of these 30."""
+    group = Group(20, (50,) * 30)
+    sequences = [[0] * 20 + [1 + number] * 50 for number in range(30)]
+    merged = merge_prefixes(sequences, most_tokens=10_000, tokens_per_rank=tokens_per_rank)
+    assert len(merged.lengths) == parts
+    assert [tree.length for tree in group.trees(10_000, tokens_per_rank)] == merged.lengths
+
+
 def of_groups(count: int = 20, per_step: int | None = None, tokens: int = 1 << 14, steps: int = 3) -> LengthSource:
     groups = [Group(1000 + number, (200, 10 * (1 + number))) for number in range(count)]
-    return group_source(groups, "a file", per_step, lambda ranks: ranks * tokens, seed=1, steps=steps)
+    return group_source(groups, "a file", per_step, 16384, lambda ranks: ranks * tokens, seed=1, steps=steps)
 
 
 @pytest.mark.parametrize(("per_step", "count"), [(6, 6), (20, 20), (None, 14)])
@@ -307,7 +317,7 @@ def test_steps_have_whole_groups_and_no_group_twice_before_all_had_their_turn(pe
 
 
 def test_a_tree_over_the_budget_of_all_ranks_is_cut_between_sequences() -> None:
-    source = group_source([Group(3000, (500,) * 8)], "a file", None, lambda ranks: 1, seed=0, steps=1)
+    source = group_source([Group(3000, (500,) * 8)], "a file", None, 16384, lambda ranks: 1, seed=0, steps=1)
     (case,), _ = make_cases(source, [2], 2500, H100, "error", all_must_fit=True)
     assert [tree.length for tree in case.trees] == [2999 + 3 * 501, 2999 + 3 * 501, 2999 + 2 * 501]
 

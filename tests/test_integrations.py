@@ -46,10 +46,9 @@ def load(name: str) -> ModuleType:
 def megatron_is_installed() -> bool:
     """Whether the scheduler is; releases up to megatron-core 0.19.2 do not have it."""
     try:
-        from megatron.core.datasets.data_schedule import DefaultDynamicCPScheduler  # noqa: F401
+        return hasattr(importlib.import_module("megatron.core.datasets.data_schedule"), "DefaultDynamicCPScheduler")
     except ImportError:
         return False
-    return True
 
 
 def stand_in() -> dict[str, ModuleType]:

@@ -92,7 +92,8 @@ def open_source(
 
     if kind == "group file":
         name = str(arguments.groups)
-        return group_source(read_groups(arguments.groups), name, arguments.documents, global_tokens, seed, steps)
+        groups = read_groups(arguments.groups)
+        return group_source(groups, name, arguments.documents, tokens_per_rank, global_tokens, seed, steps)
     if kind == "file":
         return file_source(read_lengths(arguments.lengths), str(arguments.lengths), global_tokens, seed, steps, long_documents)
     return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)

@@ -22,7 +22,7 @@ from longctx.planning.check import check_lengths, check_settings
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
-from longctx.planning.tree import ROOT, Tree
+from longctx.planning.tree import ROOT, Tree, is_too_large
 
 
 class Group(NamedTuple):
@@ -36,18 +36,18 @@ class Group(NamedTuple):
         """Tokens of its sequences."""
         return [self.prompt + completion for completion in self.completions]
 
-    def trees(self, most_tokens: int) -> list[Tree]:
+    def trees(self, most_tokens: int, tokens_per_rank: int | None = None) -> list[Tree]:
         """Returns the shapes that `merge_prefixes` makes of its sequences if all completions differ from their first tokens on.
 
         The last token of the prompt is then a row of each.
         """
         parts: list[list[int]] = []
-        size = 0
-        for completion in self.completions:
-            size += completion + 1
-            if not parts or self.prompt == 1 or size > most_tokens:
+        size, total = 0, 0
+        for completion, alone in zip(self.completions, self.lengths, strict=True):
+            size, total = size + completion + 1, total + alone
+            if not parts or self.prompt == 1 or is_too_large(size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank):
                 parts.append([])
-                size = self.prompt + completion
+                size = total = alone
             parts[-1].append(completion)
         return [
             Tree((self.prompt - 1, *(n + 1 for n in sorted(part))), (ROOT, *[0] * len(part)))
@@ -143,7 +143,13 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
 
 
 def group_source(
-    groups: Sequence[Group], name: str, per_step: int | None, global_tokens: Callable[[int], int], seed: int, steps: int
+    groups: Sequence[Group],
+    name: str,
+    per_step: int | None,
+    tokens_per_rank: int,
+    global_tokens: Callable[[int], int],
+    seed: int,
+    steps: int,
 ) -> LengthSource:
     """Returns steps of `per_step` whole groups, drawn without repeating one before all had their turn.
 
@@ -159,7 +165,7 @@ def group_source(
         drawn = [[groups[piece.document] for piece in sampler.step(step * count)[0]] for step in range(steps)]
         return Drawn(
             [[length for group in step for length in group.lengths] for step in drawn],
-            trees=[tuple(tree for group in step for tree in group.trees(longest)) for step in drawn],
+            trees=[tuple(tree for group in step for tree in group.trees(longest, tokens_per_rank)) for step in drawn],
         )
 
     words = f"{_steps(steps)} of the {len(groups):,} groups of {name}, seed {seed}"

@@ -122,6 +122,28 @@ class Tree:
         return bisect.bisect_right(self.nodes, token, key=lambda node: node.start) - 1
 
 
+ENOUGH = 8
+"""A tree that one rank cannot hold has at most so many times as many tokens as its sequences have on average. Larger ones save
+little more, and ranks exchange more."""
+
+
+def is_too_large(
+    tokens: int, of_sequences: int, sequences: int, most_tokens: int | None, tokens_per_rank: int | None = None
+) -> bool:
+    """Returns whether a tree should be divided.
+
+    Args:
+        tokens: tokens of the tree.
+        of_sequences: tokens of its sequences alone, in sum.
+        sequences: number of its sequences.
+        most_tokens: maximum number of tokens of a tree; None: any.
+        tokens_per_rank: tokens that a rank holds, beyond which ENOUGH limits it; None: it does not.
+    """
+    if most_tokens is not None and tokens > most_tokens:
+        return True
+    return tokens_per_rank is not None and tokens > max(tokens_per_rank, ENOUGH * of_sequences / sequences)
+
+
 Trees = Mapping[int, Tree]
 """Trees among the documents of a plan, by document."""
 NO_TREES: Trees = {}

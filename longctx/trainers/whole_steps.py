@@ -1,9 +1,8 @@
 """The trainers of which whole steps are planned: `transformers.Trainer`, TRL's `SFTTrainer`, and their subclasses.
 
 `get_batch_samples` takes the batches that the trainer's own loader yields and shares the documents of all ranks, one step
-ahead.
-`training_step` and `prediction_step` run this rank's micro-batches. The trainer divides the loss by the targets of the whole
-step and multiplies it by the number of ranks, which DDP and FSDP undo, so nothing is scaled here.
+ahead. `training_step` and `prediction_step` run this rank's micro-batches. The trainer divides the loss by the targets of the
+whole step and multiplies it by the number of ranks, which DDP and FSDP undo, so nothing is scaled here.
 """
 
 import contextlib
