@@ -158,6 +158,8 @@ def test_what_is_merged(groups: Path, pairs: Path) -> None:
     by_pair = Merging(2000, 300).of(store, whole_pieces(store))
     assert by_pair is not None and all(by_pair.rows[i][0] <= by_pair.rows[i + 1][0] for i in range(len(store) - 1))
     assert len(by_pair.trees) == len(store) // 2
+    twice = Merging(2000, 300).of(store, whole_pieces(store)[:2] * 2)
+    assert twice is not None and [document for document, _ in twice.rows] == [0, 0, 1, 1], "pairs of one prompt stay apart"
 
 
 def test_what_all_documents_share_is_not_enough(tmp_path: Path) -> None:
