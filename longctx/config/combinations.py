@@ -265,7 +265,8 @@ ROWS = tuple(_rows())
 def merges_prefixes(config: Config) -> bool:
     """Returns whether documents that begin alike are merged: `data.merge_prefixes`, or else its default."""
     merges = config.data.merge_prefixes
-    return config.dpo.beta is not None and not why_apart(config) if merges is None else merges
+    compared = config.dpo.beta is not None or config.policy.loss is not None
+    return compared and not why_apart(config) if merges is None else merges
 
 
 def why_apart(config: Config) -> list[Problem]:

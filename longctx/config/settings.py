@@ -122,6 +122,28 @@ class DpoSection(Section):
     """assumed share of pairs with swapped labels, as in conservative DPO"""
 
 
+class PolicySection(Section):
+    """policy gradients on rollouts, completions of prompts with rewards; clipping, length normalization and KL as in TRL"""
+
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo"] | None = None
+    """policy loss (null: no rollouts)"""
+    clip: float = Field(0.2, gt=0, lt=1)
+    """ratios of the probabilities by the model and by the old model count down to 1 - clip"""
+    clip_high: float | None = Field(None, gt=0)
+    """ratios count up to 1 + clip_high (null: clip); with cispo up to clip_high itself, 5 is usual"""
+    kl: float = Field(0.0, ge=0)
+    """factor of the KL divergence to the reference, beta; rollouts need its log-probabilities"""
+    scale_rewards: bool = True
+    """divide the advantages by the standard deviation of the rewards of their group"""
+    max_completion_tokens: Count | None = None
+    """length that dr_grpo divides the loss of every completion by: the most tokens that the sampler writes"""
+    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
+    """what the ratio of the old model to the sampler is bounded by, where rollouts have the sampler's log-probabilities: of
+    tokens or of completions; greater ones are truncated, or their tokens have no loss"""
+    sampler_ratio: float = Field(3.0, gt=0)
+    """greatest ratio of the old model to the sampler"""
+
+
 class MaskedSection(Section):
     """masked-token training of an encoder: attention in both directions, and labels at masked tokens"""
 

@@ -80,7 +80,7 @@ class Passes:
 
     def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
         """Returns the weights of the tokens of a step, after a pass without gradients if the objective needs one."""
-        if not objective.needs_log_probabilities:
+        if not objective.needs_log_probabilities(batch):
             return objective.weights(batch)
         values = self.look(batch, log_probabilities)
         return objective.weights(batch, values, document_sums(batch, values, self.mesh))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,22 @@ import torch
 from torch.profiler import record_function
 
 from longctx.config import Config
-from longctx.data.loader import Loader
+from longctx.data.loader import Loader, Planner
 from longctx.data.packing import StepBatch
+from longctx.data.rollouts import RolloutBatch, Rollouts, pack_rollouts
 from longctx.model.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
 from longctx.training import agreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
+from longctx.training.data import make_merging, make_planner, padding
 from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
 from longctx.training.objectives.objective import Objective, TokenMean
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
 from longctx.training.passes import Passes
+from longctx.training.policy import Policy
+from longctx.training.run_profile import run_profile
 from longctx.training.saved.saving import Saver
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
@@ -62,7 +67,7 @@ class Trainer:
         Args:
             passes: the model and its passes.
             loader: steps to train on; None if batches are passed to `step`.
-            objective: weights of the tokens; by default their mean.
+            objective: weights of the tokens; by default `policy` of the settings, or else their mean.
             validator: validates every `eval.every` steps; None: never.
             stop: signal after which the run ends.
             log: log of rank 0.
@@ -72,7 +77,8 @@ class Trainer:
         """
         self.config, self.mesh, self.passes, self.optimizer, self.loader = config, mesh, passes, optimizer, loader
         self.model = passes.model
-        self.objective, self.validator = objective or TokenMean(), validator
+        self.objective = objective or (TokenMean() if config.policy.loss is None else Policy(mesh, config.policy))
+        self.validator = validator
         self.stop, self.log, self.tracer, self.base = stop or StopSignal(), log, tracer, base
         self.steps_done, self.stopping = steps_done, False
         self.finite = FiniteLoss(config, mesh)
@@ -140,20 +146,31 @@ class Trainer:
         """Returns where this rank is: step, micro-batch, layer and pass, or what else it does."""
         return f"step {self.steps_done + 1}, {self.passes.position()}"
 
-    def step(self, batch: StepBatch | None = None) -> StepMetrics:
-        """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch` is given. Collective."""
+    @cached_property
+    def planner(self) -> Planner:
+        """Makes the plans of rollouts. Collective when first used."""
+        profile = run_profile(self.config, self.mesh.world_size, self.model.spec.vocab_size).agreed(self.mesh)
+        return make_planner(self.config, self.mesh.ranks, profile)
+
+    def step(self, batch: StepBatch | Rollouts | None = None) -> StepMetrics:
+        """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch` is given. Collective.
+
+        Every rank gives its own share of a batch, or all rollouts of the step, which need `policy.loss`.
+        """
         try:
             return self._step(batch)
         except RuntimeError as error:
             error.add_note(f"rank {self.mesh.world_rank}: {self.position()}")
             raise
 
-    def _step(self, batch: StepBatch | None) -> StepMetrics:
+    def _step(self, batch: StepBatch | Rollouts | None) -> StepMetrics:
         started, passes = time.perf_counter(), self.passes
         passes.begin("reading data")
         if batch is None:
             assert self.loader is not None
             batch = next(self.loader)
+        elif isinstance(batch, Rollouts):
+            batch = self._pack(batch)
         passes.begin("before the first micro-batch")
         if self._agreed != number_of(batch.plan.hash):
             self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
@@ -185,6 +202,19 @@ class Trainer:
         known = {"grad_norm": grad_norm, "lr": rate, "mfu": self._utilisation(batch, seconds), "skipped": not updates}
         metrics = StepMetrics.of(batch, ranks, seconds, **known)
         return replace(metrics, loss=loss if batch.target_tokens else math.nan, **weights.reported)
+
+    def _pack(self, rollouts: Rollouts) -> RolloutBatch:
+        """Returns this rank's share of the next step. Raises RuntimeError if ranks have different rollouts."""
+        step, mesh = self.steps_done + 1, self.mesh
+        mesh.agree(rollouts.digest, f"the rollouts of step {step}, of which every rank needs all")
+        return pack_rollouts(
+            rollouts,
+            step=step,
+            rank=mesh.rank,
+            planner=self.planner,
+            merging=make_merging(self.config, mesh.world_size),
+            pad_to_multiple_of=padding(self.config),
+        )
 
     def save(self, *, wait: bool = True) -> Path:
         """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
