@@ -103,7 +103,7 @@ class Rollouts:
         """Whether each token of a completion is learned: its mask, or True."""
         if self.masks is None:
             return [np.ones(len(tokens), np.bool_) for tokens in self.completions]
-        return [np.array(mask, np.bool_) for mask in self.masks]  # copies: tensors that are sent elsewhere move their memory
+        return [np.asarray(mask).astype(np.bool_) for mask in self.masks]  # copies: tensors that are sent elsewhere move their memory
 
     @cached_property
     def sequence(self) -> torch.Tensor:
