@@ -1,6 +1,7 @@
 """Rollouts with groups, masks and log-probabilities; TRL's own loss on them; and steps of our trainer over them."""
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,3 +207,18 @@ def log_probabilities(
         logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
         values.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
     return model, values
+
+
+def refusals(checkpoint: Path) -> list[str]:
+    """What steps over rollouts that do not fit the run are refused with."""
+    messages, rollouts = [], draw("present")
+    beyond = replace(rollouts, completions=[*rollouts.completions[:-1], [3, 260]], masks=None)
+    other = draw("old") if dist.get_rank() else draw("present")
+    long = replace(rollouts, prompts=[torch.zeros(900, dtype=torch.int64)] * len(rollouts.prompts))
+    for policy, given in (({}, rollouts), ({"loss": "ppo"}, beyond), ({"loss": "ppo"}, other), ({"loss": "ppo"}, long)):
+        trainer = make_trainer(checkpoint, ["batch.tokens_per_rank=400"], PolicySection.model_validate(policy))
+        try:
+            trainer.step(given)
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages

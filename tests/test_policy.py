@@ -17,7 +17,7 @@ from longctx.training.policy import Policy, held_tokens
 from tests.lora_cases import ALPHA, RANK, make_checkpoint
 from tests.marks import slow_unless
 from tests.native_cases import as_saved
-from tests.policy_cases import KINDS, LOSSES, draw, log_probabilities, settings_of, step, trl_loss
+from tests.policy_cases import KINDS, LOSSES, draw, log_probabilities, refusals, settings_of, step, trl_loss
 from tests.pretrained_cases import largest_error
 from tests.workers import Workers
 
@@ -185,3 +185,12 @@ def test_masks_without_a_token_are_refused() -> None:
 def test_a_divergence_needs_a_reference() -> None:
     with pytest.raises(ValueError, match=r"policy\.kl is 0\.1, but rollouts have no reference_logps"):
         Policy(ALONE, settings_of("grpo", draw("old"))).needs_log_probabilities(batch_of(draw("present"), False))
+
+
+def test_rollouts_that_do_not_fit_the_run_are_refused(workers: Workers, checkpoints: dict[str, Path]) -> None:
+    for messages in workers.run(refusals, 2, checkpoints["llama"]):
+        null, beyond, other, long = messages
+        assert "policy.loss is null, but the step has rollouts" in null
+        assert "rollouts 8: completions have token ids outside the model's 0 to 259" in beyond
+        assert "ranks disagree on the rollouts of step 1" in other
+        assert "rollouts 0, 1, 2, 3, 4, 5, 6, 7, 8: have up to 980 tokens, and 800 fit: raise batch.tokens_per_rank" in long

@@ -19,6 +19,7 @@ from longctx.config import Config
 from longctx.data.loader import Loader, Planner
 from longctx.data.packing import StepBatch
 from longctx.data.rollouts import RolloutBatch, Rollouts, pack_rollouts
+from longctx.errors import UserError
 from longctx.model.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
@@ -171,6 +172,10 @@ class Trainer:
             assert self.loader is not None
             batch = next(self.loader)
         elif isinstance(batch, Rollouts):
+            if isinstance(self.objective, TokenMean):
+                raise UserError(
+                    "policy.loss is null, but the step has rollouts, whose rewards it would ignore: set policy.loss"
+                )
             batch = self._pack(batch)
         passes.begin("before the first micro-batch")
         if self._agreed != number_of(batch.plan.hash):
@@ -222,8 +227,12 @@ class Trainer:
         return list(self.mesh.sum(values).split([len(tokens) for tokens in rollouts.completions]))
 
     def _pack(self, rollouts: Rollouts) -> RolloutBatch:
-        """Returns this rank's share of the next step. Raises RuntimeError if ranks have different rollouts."""
+        """Returns this rank's share of the next step.
+
+        Raises RolloutError for tokens that the model does not have, and for more than fit; RuntimeError if ranks differ.
+        """
         step, mesh = self.steps_done + 1, self.mesh
+        rollouts.check(self.model.spec.vocab_size, self.config.capacity(mesh.world_size))
         mesh.agree(rollouts.digest, f"the rollouts of step {step}, of which every rank needs all")
         return pack_rollouts(
             rollouts,
