@@ -142,7 +142,11 @@ def draw_runs(runs: Sequence[RunLog]) -> Figure:
         figure = Figure(figsize=(11, sum(heights) + 0.75 * len(heights)), dpi=140, facecolor=PAPER, layout="constrained")
         grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
         for number, column in enumerate(policy):
-            draw_metric(_titled(figure, grid[1 + number // 2, number % 2], POLICY[column].capitalize()), runs, column)
+            draw_metric(
+                _titled(figure, grid[1 + number // 2, number % 2], POLICY[column][:1].upper() + POLICY[column][1:]),
+                runs,
+                column,
+            )
         row = 1 + -(-len(policy) // 2)
         for (title, draw), place in zip(charts, (grid[0, :], grid[row, 0], grid[row, 1], grid[row + 1, :]), strict=True):
             draw(_titled(figure, place, title, pad=24 if draw is draw_time_parts else 6), runs)
