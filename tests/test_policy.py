@@ -35,7 +35,10 @@ SPLITS = {
         2,
         [NATIVE, "batch.tokens_per_rank=400", "context.mode=static", "context.degree=2", "parallel.expert_parallel_size=2"],
     ),
-    "adapters": (2, ["batch.tokens_per_rank=400", f"lora.rank={RANK}", f"lora.alpha={ALPHA}"]),
+    "adapters": (
+        2,
+        ["batch.tokens_per_rank=400", "context.mode=static", "context.degree=2", f"lora.rank={RANK}", f"lora.alpha={ALPHA}"],
+    ),
 }
 STEPS = {
     f"{loss}, {kind}, {split}, {'merged' if merged else 'apart'}": (loss, kind, split, merged)
