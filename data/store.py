@@ -79,7 +79,10 @@ class Store:
         weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
         tokenizer: tokenizer that made the tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
+        groups: number of the group of each document; the documents of a group are taken together. None: there are no groups.
     """
+
+    groups: Int64Array | None = None
 
     def __init__(
         self,
