@@ -24,33 +24,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from longctx.data.chat import ChatError
 from longctx.data.corpus import Corpus
 from longctx.data.encode import EncodedDocument, Encoder
-from longctx.data.formats import parse_record
+from longctx.data.formats import Document, parse_record
 from longctx.data.markup import Markup
 from longctx.data.messages import FormatError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError, Record
 from longctx.data.rollouts import RolloutError, Rollouts
 from longctx.data.template import Template
-from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
+from longctx.data.tokenizer import TokenArray, Tokenizer
 
-OF_TOKENS = ("old_logps", "reference_logps", "sampler_logps")
-LISTS = {"rewards": "reward", "advantages": "advantage", "masks": "mask"} | {key: key for key in OF_TOKENS}
+LISTS = {"rewards": "reward", "advantages": "advantage", "masks": "mask"}
+LISTS |= {key: key for key in ("old_logps", "reference_logps", "sampler_logps")}
 """Keys beside several completions, and what they are called beside one."""
 ALIASES = {
     **dict.fromkeys(("prompt_ids", "prompt_token_ids"), "prompt"),
     **dict.fromkeys(("completion_ids", "response", "response_ids"), "completion"),
     **dict.fromkeys(("old_per_token_logps", "old_log_probs"), "old_logps"),
-    **dict.fromkeys(("ref_per_token_logps", "ref_log_prob", "ref_logps"), "reference_logps"),
+    **dict.fromkeys(("ref_per_token_logps", "ref_log_prob"), "reference_logps"),
     **dict.fromkeys(("logprobs", "sampling_per_token_logps", "rollout_log_probs"), "sampler_logps"),
     **dict.fromkeys(("completion_mask", "response_mask"), "mask"),
 }
-"""Names of TRL, verl and vLLM, and ours."""
+"""Names of TRL, verl and vLLM for a record of one completion, and ours."""
 KEYS = {"prompt", "completion", "completions", "group", "tools", *LISTS, *LISTS.values()}
-EXACT = "give token ids, as a text is tokenized again"
+Ids = npt.NDArray[np.int64]
 
 
 class _Rollout(NamedTuple):
@@ -61,22 +62,8 @@ class _Rollout(NamedTuple):
     prompt: Any
     completion: Any
     tools: Any
+    kind: str
     numbers: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class FileRollouts:
-    """All rollouts of a source.
-
-    Attributes:
-        rollouts: the rollouts.
-        names: place of each in the source.
-        unused: number of records with each key that is not used.
-    """
-
-    rollouts: Rollouts
-    names: list[str]
-    unused: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -91,72 +78,80 @@ class RolloutReader:
     def of_checkpoint(cls, name: str) -> "RolloutReader":
         """Makes a reader with the tokenizer and chat template of a checkpoint. Raises TokenizerError."""
         loaded = Pretrained.load(name)
-        markup, template = Markup(loaded.tokenizer.text, loaded.tokenizer.dtype), None
-        if loaded.templates is not None:
-            template = Template(loaded.templates, loaded.variables, markup, loaded.ends)
+        markup, templates = Markup(loaded.tokenizer.text, loaded.tokenizer.dtype), loaded.templates
+        template = None if templates is None else Template(templates, loaded.variables, markup, loaded.ends)
         return cls(loaded.tokenizer, loaded.begin, template)
 
-    def read(self, corpus: Corpus) -> FileRollouts:
-        """Reads all rollouts of a source. Raises UserError naming the place, the key and the rule."""
+    def read(self, corpus: Corpus) -> tuple[Rollouts, list[str], dict[str, int]]:
+        """Returns all rollouts, the place of each, and the number of records with each key that is not used.
+
+        Raises UserError naming the place, the key and the rule.
+        """
         unused = Counter[str]()
         each = [rollout for record in corpus.records(_columns) for rollout in _parse(record, unused)]
         if not each:
             raise CorpusError(f"{corpus.source} has no rollouts: give at least one record with a prompt and completions")
-        for key in dict.fromkeys(LISTS.values()):
-            having = [key in rollout.numbers for rollout in each]
-            if any(having) and not all(having):
-                places = each[having.index(False)].where, each[having.index(True)].where
-                raise CorpusError(f"{places[0]} has no `{key}`, but {places[1]} has: give it for all rollouts, or for none")
-        groups: dict[tuple[str, Any], int] = {}
-        tokens = self._tokens(each)
-        numbers = {key: [rollout.numbers[key] for rollout in each] for key in each[0].numbers}
-        masks = [mask for _, _, mask in tokens]
-        if any(mask is not None for mask in masks):  # of messages; masks beside token ids stay
-            whole = numbers.get("mask") or [np.ones(len(completion), np.bool_) for _, completion, _ in tokens]
-            numbers["mask"] = [given if mask is None else mask for mask, given in zip(masks, whole, strict=True)]
-        names = [rollout.where for rollout in each]
+        tokens, names, groups = self._tokens(each), [rollout.where for rollout in each], dict[tuple[str, Any], int]()
+        columns = {plural: [rollout.numbers.get(key) for rollout in each] for plural, key in LISTS.items()}
+        columns["masks"] = [
+            written if mask is None else mask for (*_, written), mask in zip(tokens, columns["masks"], strict=True)
+        ]
+        for key, values in columns.items():
+            having = [value is not None for value in values]
+            if key != "masks" and any(having) and not all(having):
+                lacks, has = names[having.index(False)], names[having.index(True)]
+                raise CorpusError(f"{lacks} has no `{LISTS[key]}`, but {has} has: give it for all rollouts, or for none")
+        numbers: dict[str, Any] = {key: None if values[0] is None else values for key, values in columns.items()}
+        group = [groups.setdefault(rollout.group, len(groups)) for rollout in each]
         try:
             rollouts = Rollouts(
-                [prompt for prompt, _, _ in tokens],
-                [completion for _, completion, _ in tokens],
-                groups=[groups.setdefault(rollout.group, len(groups)) for rollout in each],
-                **{plural: numbers.get(key) for plural, key in LISTS.items()},
+                [prompt for prompt, *_ in tokens], [completion for _, completion, _ in tokens], groups=group, **numbers
             )
         except RolloutError as error:
             raise error.naming(names) from error
-        return FileRollouts(rollouts, names, dict(unused))
+        return rollouts, names, dict(unused)
 
-    def _tokens(self, each: list[_Rollout]) -> list[tuple[Any, Any, Any]]:
-        """Returns the tokens of prompts and completions, and the masks of those that are messages."""
-        conversations = [rollout for rollout in each if _kind(rollout) == "messages"]
-        rendered = iter(self._rendered(conversations) if conversations else ())
-        texts: dict[str, Any] = {}  # many completions have the same prompt
-        tokens = list[tuple[Any, Any, Any]]()
+    def _tokens(self, each: list[_Rollout]) -> list[tuple[Ids, Ids, npt.NDArray[np.bool_]]]:
+        """Returns the tokens of prompts and completions, and which tokens of a completion the model wrote."""
+        rendered = iter(self._rendered([rollout for rollout in each if rollout.kind == "messages"]))
+        tokens = list[tuple[Ids, Ids, npt.NDArray[np.bool_]]]()
         for rollout in each:
-            kind = _kind(rollout)
-            if kind == "messages":
+            if rollout.kind == "messages":
                 row = next(rendered)
                 assert row.trained is not None
                 learned = np.flatnonzero(row.trained)
                 first, stop = learned[0], learned[-1] + 1
-                tokens.append((row.tokens[:first], row.tokens[first:stop], row.trained[first:stop]))
-            elif kind == "texts":
-                if rollout.prompt not in texts:
-                    texts[rollout.prompt] = self._encoded(rollout.where, rollout.prompt, prompt=True)
-                completion = self._encoded(rollout.where, rollout.completion, prompt=False)
-                tokens.append((texts[rollout.prompt], completion, None))
-            else:
-                tokens.append((self._ids(rollout, "prompt"), self._ids(rollout, "completion"), None))
+                tokens.append(
+                    (row.tokens[:first].astype(np.int64), row.tokens[first:stop].astype(np.int64), row.trained[first:stop])
+                )
+                continue
+            prompt, completion = (self._ids(rollout.where, value) for value in (rollout.prompt, rollout.completion))
+            if rollout.kind == "texts" and list(prompt[: len(self.begin)]) != list(self.begin):
+                prompt = np.concatenate([self.begin, prompt])
+            if rollout.kind == "texts" and list(completion[-1:]) != [self.tokenizer.end_of_document]:
+                completion = np.append(completion, self.tokenizer.end_of_document)
+            tokens.append((prompt, completion, np.ones(len(completion), np.bool_)))
+        return tokens
+
+    def _ids(self, where: str, value: Any) -> Ids:
+        """Returns the token ids of a text, or token ids if the tokenizer has them."""
+        if isinstance(value, str):
+            return self.tokenizer.encode_markup(value).astype(np.int64)
+        tokens = np.array(value, np.int64)
+        if wrong := [token for token in value if not 0 <= token < self.tokenizer.vocab_size]:
+            has = f"token {wrong[0]}, but the tokenizer has {self.tokenizer.vocab_size:,} tokens"
+            raise CorpusError(f"{where} has {has}: give the ids of the model's own tokenizer")
         return tokens
 
     def _rendered(self, conversations: list[_Rollout]) -> list[EncodedDocument]:
+        if not conversations:
+            return []
         if self.template is None:
+            why = "prompt and completion are messages, but no checkpoint gives a chat template"
             raise CorpusError(
-                f"{conversations[0].where}: prompt and completion are messages, but no checkpoint gives a chat template: "
-                "give token ids or texts, or model.from_pretrained with a template and no data.tokenizer"
+                f"{conversations[0].where}: {why}: give token ids or texts, or model.from_pretrained with a template"
             )
-        encoder = Encoder(self.tokenizer, self.begin, self.template, self.template.markup)
-        documents = []
+        encoder, documents = Encoder(self.tokenizer, self.begin, self.template, self.template.markup), list[Document]()
         for rollout in conversations:
             record = {"prompt": rollout.prompt, "completion": rollout.completion, "tools": rollout.tools}
             try:
@@ -165,34 +160,14 @@ class RolloutReader:
                 raise CorpusError(f"{rollout.where}: {error}") from error
         return encoder.encode(documents, encoder.render(documents))[0]
 
-    def _encoded(self, where: str, text: str, *, prompt: bool) -> Any:
-        try:
-            tokens = self.tokenizer.encode_markup(text).astype(np.int64)
-        except (TokenizerError, UnicodeEncodeError) as error:
-            raise CorpusError(f"{where}: {error}") from error
-        if prompt:
-            return tokens if list(tokens[: len(self.begin)]) == list(self.begin) else np.concatenate([self.begin, tokens])
-        end = self.tokenizer.end_of_document
-        return tokens if list(tokens[-1:]) == [end] else np.append(tokens, end)
-
-    def _ids(self, rollout: _Rollout, key: str) -> Any:
-        tokens = np.array(getattr(rollout, key), np.int64)
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab_size):
-            wrong = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab_size)][0]
-            raise CorpusError(
-                f"{rollout.where}: `{key}` has token {wrong}, but the tokenizer has {self.tokenizer.vocab_size:,} tokens: give "
-                "the tokens of the model's own tokenizer"
-            )
-        return tokens
-
 
 def _columns(names: list[str]) -> list[str]:
     """Returns the columns of a table to read. Raises FormatError if they contain no rollouts."""
     ours = {ALIASES.get(name, name) for name in names}
     if "prompt" not in ours or not ours & {"completion", "completions"}:
+        has = ", ".join(names) or "nothing"
         raise FormatError(
-            f"rollouts need `prompt`, and `completion` or `completions`, but there is only {', '.join(names) or 'nothing'}: "
-            "rename the keys"
+            f"rollouts need `prompt`, and `completion` or `completions`, but there is only {has}: rename the keys"
         )
     return [name for name in names if ALIASES.get(name, name) in KEYS]
 
@@ -201,95 +176,63 @@ def _parse(record: Record | Path, unused: Counter[str]) -> Iterator[_Rollout]:
     """Yields the rollouts of a record, and counts the keys that are not used. Raises CorpusError."""
     if isinstance(record, Path):
         raise CorpusError(f"{record} is a text: rollouts are records (JSON Lines, Parquet, a saved dataset); remove it")
-    try:
-        yield from _rollouts(record, unused)
-    except FormatError as error:
-        raise CorpusError(f"{record.where}: {error}") from error
-
-
-def _rollouts(record: Record, unused: Counter[str]) -> Iterator[_Rollout]:
     values: dict[str, Any] = {}
     for key, value in record.values.items():
         ours = ALIASES.get(key, key)
         if ours not in KEYS:
             unused.update([key] if value not in (None, "", [], {}) else [])
+        elif value is not None and ours in values:
+            raise CorpusError(f"{record.where}: `{key}` and another key mean `{ours}`: remove one of the two")
         elif value is not None:
-            if ours in values:
-                raise FormatError(f"`{key}` and `{ours}` mean the same: remove one of the two")
             values[ours] = value
-    if isinstance(values.get("completion"), list) and values["completion"] and isinstance(values["completion"][0], list):
-        values["completions"] = values.pop("completion")
-        values |= {plural: values.pop(one) for plural, one in LISTS.items() if one in values}
-    _columns([*values])
+    try:
+        _columns([*values])
+        yield from _rollouts(record.where, values)
+    except FormatError as error:
+        raise CorpusError(f"{record.where}: {error}") from error
+
+
+def _rollouts(where: str, values: dict[str, Any]) -> Iterator[_Rollout]:
     prompt, tools, group = values.pop("prompt"), values.pop("tools", None), values.pop("group", None)
-    if group is not None and not isinstance(group, int | str):
-        raise FormatError(f"`group` is {group!r}: it must be a number or a text")
-    several = "completions" in values
-    if several and "completion" in values:
-        raise FormatError("has both `completion` and `completions`: give each prompt a record, or each completion")
-    for plural, one in LISTS.items():
-        if plural != one and (one if several else plural) in values:
-            wrong, right = (one, plural) if several else (plural, one)
-            raise FormatError(f"`{wrong}` does not go with `{'completions' if several else 'completion'}`: name it `{right}`")
-    if not several:
-        of_prompt = ("prompt", json.dumps(prompt)) if group is None else ("group", group)
-        completion = values.pop("completion")
-        yield _checked(_Rollout(record.where, of_prompt, prompt, completion, tools, values))
-        return
-    completions = values.pop("completions")
-    for name, value in {"completions": completions, **values}.items():
-        if not isinstance(value, list) or len(value) != len(completions):
-            many = f" of {len(completions)}, one for each completion" if isinstance(completions, list) else ""
-            has = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
-            raise FormatError(f"`{name}` is {has}: it must be a list{many}")
-    for number, completion in enumerate(completions):
-        of_record = ("record", record.where) if group is None else ("group", group)
-        own = {LISTS[name]: value[number] for name, value in values.items()}
-        yield _checked(_Rollout(f"{record.where}, completion {number}", of_record, prompt, completion, tools, own))
+    completion = "completions" if "completions" in values else "completion"
+    completions, several = values.pop(completion), completion == "completions"
+    if wrong := values.keys() - (LISTS.keys() if several else LISTS.values()):
+        names = ", ".join(LISTS if several else LISTS.values())
+        raise FormatError(f"`{min(wrong)}` does not go with `{completion}`: beside that, use {names}")
+    if several:
+        for key, value in {"completions": completions, **values}.items():
+            if not isinstance(value, list) or len(value) != len(completions):
+                raise FormatError(f"`{key}` must be a list, of one for each of the `completions`")
+    else:
+        completions, values = [completions], {key: [value] for key, value in values.items()}
+    own = ("record", where) if several else ("prompt", json.dumps(prompt))
+    for number, one in enumerate(completions):
+        kind = _kind(prompt)
+        if kind == "unknown" or _kind(one) != kind:
+            raise FormatError("prompt and completion must both be token ids, or both texts, or both lists of messages")
+        numbers = {LISTS.get(key, key): _numbers(LISTS.get(key, key), value[number], kind) for key, value in values.items()}
+        if not numbers.keys() & {"reward", "advantage"}:
+            raise FormatError("there are neither rewards nor advantages: give one of the two")
+        place = f"{where}, completion {number}" if several else where
+        yield _Rollout(place, own if group is None else ("group", str(group)), prompt, one, tools, kind, numbers)
 
 
-def _checked(rollout: _Rollout) -> _Rollout:
-    """Returns a rollout with its numbers as arrays. Raises CorpusError naming the place and the key."""
-    kind = _kind(rollout)
-    numbers = {key: _numbers(rollout.where, key, value) for key, value in rollout.numbers.items()}
-    if not numbers.keys() & {"reward", "advantage"}:
-        raise CorpusError(f"{rollout.where} has neither a reward nor an advantage: give one of the two for every completion")
-    for key, value in numbers.items():
-        if kind != "token ids" and np.ndim(value):
-            raise CorpusError(
-                f"{rollout.where}: `{key}` has a number for each token, but the completion is no token ids: {EXACT}"
-            )
-    return rollout._replace(numbers=numbers)
-
-
-def _numbers(where: str, key: str, value: Any) -> Any:
-    dimensions = {"reward": (0,), "advantage": (0, 1)}.get(key, (1,))
+def _numbers(key: str, value: Any, kind: str) -> Any:
+    """Returns a number or an array; `Rollouts` checks its length. Raises FormatError."""
     try:
         numbers = np.array(value, np.float64)
-    except (ValueError, TypeError):
-        numbers = np.zeros((0, 0))
-    if numbers.ndim not in dimensions or isinstance(value, str) or (key == "mask" and not np.isin(numbers, (0, 1)).all()):
-        rule = {"reward": "a number", "advantage": "a number, or a list of numbers", "mask": "a list of 0 and 1"}
-        raise CorpusError(
-            f"{where}: `{key}` must be {rule.get(key, 'a list of numbers, one for each token of the completion')}"
-        )
-    return numbers.astype(np.bool_) if key == "mask" else numbers if numbers.ndim else float(numbers)
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"`{key}` must be numbers: {error}") from error
+    if numbers.ndim and kind != "token ids":
+        raise FormatError(f"`{key}` has a number for each token, but texts are tokenized again: give token ids")
+    if (key == "reward" and numbers.ndim) or (key == "mask" and not np.isin(numbers, (0, 1)).all()):
+        raise FormatError(f"`{key}` must be {'one number' if key == 'reward' else '0 or 1 for each token'}")
+    return numbers.astype(np.bool_) if key == "mask" else numbers
 
 
-def _kind(rollout: _Rollout) -> str:
-    """Returns what prompt and completion are: token ids, texts or messages. Raises CorpusError if they differ."""
-    kinds = []
-    for value in (rollout.prompt, rollout.completion):
-        if isinstance(value, str):
-            kinds.append("texts")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            kinds.append("messages")
-        elif isinstance(value, list) and (not value or np.array(value, object).shape == (len(value),)):
-            kinds.append("token ids" if all(type(token) is int for token in value) else "other")
-        else:
-            kinds.append("other")
-    if kinds[0] != kinds[1] or "other" in kinds:
-        raise CorpusError(
-            f"{rollout.where}: prompt and completion must both be token ids, or both texts, or both lists of messages"
-        )
-    return kinds[0]
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "texts"
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return "token ids"
+    return "messages" if isinstance(value, list) and all(isinstance(message, dict) for message in value) else "unknown"

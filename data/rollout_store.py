@@ -11,12 +11,11 @@ import numpy.typing as npt
 import pyarrow
 
 from longctx.data.corpus import open_corpus
-from longctx.data.manifest import Manifest
 from longctx.data.packing import StepBatch
-from longctx.data.rollout_records import FileRollouts, RolloutReader
+from longctx.data.rollout_records import RolloutReader
 from longctx.data.rollouts import RolloutBatch, Rollouts
 from longctx.data.sampler import Piece
-from longctx.data.store import Int64Array, Store
+from longctx.data.store import Int64Array, Source, Store
 from longctx.data.tokenizer import Tokenizer
 
 
@@ -26,35 +25,19 @@ class RolloutStore(Store):
     Attributes:
         rollouts: all rollouts; their advantages are computed over whole groups.
         groups: number of each rollout's group.
+        unused: number of records with each key that is not used.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, read: FileRollouts, scaled: bool) -> None:
-        """`scaled`: as in `Rollouts.advantages_of_tokens`."""
-        rollouts = read.rollouts
-        lengths = np.array([len(p) + len(c) for p, c in zip(rollouts.prompts, rollouts.completions, strict=True)], np.int64)
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, read: tuple[Rollouts, list[str], dict[str, int]], scaled: bool
+    ) -> None:
+        """`read`: what `RolloutReader.read` returns; `scaled`: as in `Rollouts.advantages_of_tokens`."""
+        rollouts, names, self.unused = read
+        lengths = [len(p) + len(c) for p, c in zip(rollouts.prompts, rollouts.completions, strict=True)]
         # By content: the same rollouts in another file or format are the same documents.
         content = hashlib.sha256(f"{rollouts.digest}\n{tokenizer.fingerprint}".encode()).hexdigest()
-        longest = int(lengths.argmax())
-        manifest = Manifest(
-            request=content,
-            fingerprint=content,
-            source=str(path),
-            documents=len(lengths),
-            tokens=int(lengths.sum()),
-            trained_tokens=int(rollouts.counts.sum()),
-            longest_name=read.names[longest],
-            longest_length=int(lengths[longest]),
-            empty_documents=0,
-            skipped_files=0,
-            skipped_names=(),
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            end_of_document_token=tokenizer.end_of_document_token,
-            files={},
-            unused=read.unused,
-        )
-        columns = {"name": read.names, "length": lengths, "trained_tokens": rollouts.counts, "weight": np.ones(len(lengths))}
-        super().__init__(path, manifest, tokenizer, pyarrow.table(columns), ())
+        columns = {"name": names, "length": lengths, "trained_tokens": rollouts.counts, "weight": np.ones(len(lengths))}
+        super().__init__(path, None, tokenizer, pyarrow.table(columns), (), [Source(path, content, range(len(lengths)))])
         if rollouts.advantages is None:
             first = np.cumsum([0, *map(len, rollouts.completions[:-1])])
             rollouts = replace(rollouts, advantages=rollouts.advantages_of_tokens(scaled)[first].tolist())

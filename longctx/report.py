@@ -1,6 +1,7 @@
 """Report: what rank 0 prints when a run starts and when it is finished."""
 
 from longctx.config import Config
+from longctx.data.rollout_store import RolloutStore
 from longctx.data.store import Store
 from longctx.errors import shell
 from longctx.model.presets import NoNativeModel
@@ -54,9 +55,9 @@ def _first_line(run: Run, trainer: Trainer) -> str:
 
 def _documents(store: Store) -> str:
     """Returns what is trained on, from where."""
-    if store.groups is None:
+    if not isinstance(store, RolloutStore):
         return f"{'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} documents"
-    unused = ", ".join(f"{key} in {count:,} records" for key, count in sorted(store.manifest.unused.items()))
+    unused = ", ".join(f"{key} in {count:,} records" for key, count in sorted(store.unused.items()))
     used = f"{store.said}: {len(store):,} rollouts of {len(set(store.groups.tolist())):,} groups"
     return f"{used} (not used: {unused})" if unused else used
 

@@ -16,26 +16,8 @@ from tests.encoder_cases import build_encoder
 from tests.family_cases import build
 
 VALUES = (
-    *(
-        0.3,
-        1,
-        2,
-        True,
-        False,
-        "x",
-        "grpo",
-        "token_mask",
-        "auto",
-        "softmax",
-        "full",
-        "tensorwise",
-        "transformers",
-        "rms",
-        "gated",
-        "silu",
-        "rope",
-        "none",
-    ),
+    *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
+    *(False, "grpo", "token_mask"),
     *(["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""

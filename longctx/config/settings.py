@@ -195,11 +195,8 @@ class DataSection(Section):
     @classmethod
     def _one_or_several(cls, values: Any) -> Any:
         """Drops the default store where several stores, or rollouts, are given."""
-        if (
-            isinstance(values, dict)
-            and "store" not in values
-            and any(values.get(key) is not None for key in ("stores", "rollouts"))
-        ):
+        given = values if isinstance(values, dict) else {}
+        if "store" not in given and any(given.get(key) is not None for key in ("stores", "rollouts")):
             return {**values, "store": None}
         return values
 
