@@ -120,6 +120,19 @@ class Rollouts:
                 "advantages have another length than their completions: give one number, or one for each token",
             )
 
+    def check(self, entries: int | None, capacity: int) -> None:
+        """Raises RolloutError for token ids that a model with so many entries does not have, and for more tokens than fit."""
+        for name in ("prompts", "completions"):
+            ids = [np.asarray(tokens, np.int64) for tokens in getattr(self, name)]
+            wrong = [each.min() < 0 or (entries is not None and each.max() >= entries) for each in ids]
+            _refuse(wrong, f"{name} have token ids outside the model's 0 to {(entries or 0) - 1:,}: use the model's tokenizer")
+        lengths = [len(prompt) + len(completion) for prompt, completion in zip(self.prompts, self.completions, strict=True)]
+        _refuse(
+            [length > capacity for length in lengths],
+            f"have up to {max(lengths):,} tokens, and {capacity:,} fit: raise batch.tokens_per_rank, use more ranks, or give "
+            "advantages and leave out these rollouts",
+        )
+
     @cached_property
     def counts(self) -> Ids:
         """Number of tokens of each completion that are learned, [rollouts]."""
@@ -130,7 +143,9 @@ class Rollouts:
         """Whether each token of a completion is learned: its mask, or True."""
         if self.masks is None:
             return [np.ones(len(tokens), np.bool_) for tokens in self.completions]
-        return [np.array(mask, np.bool_) for mask in self.masks]  # copies: tensors that are sent elsewhere move their memory
+        return [
+            np.asarray(mask).astype(np.bool_) for mask in self.masks
+        ]  # copies: tensors that are sent elsewhere move their memory
 
     @cached_property
     def sequence(self) -> torch.Tensor:

@@ -4,29 +4,49 @@ With A the advantage of a token, c the ratio of its probability to that by the o
 
     grpo      -min(c·A, clip(c)·A), mean over each completion, then over completions (Shao et al., 2024, eq. 3)
     gspo      the same, with c the geometric mean of the ratios of a completion (Zheng et al., 2025, eq. 5 and 7)
-    dr_grpo   the same as grpo, but the sum over a completion divided by a constant length (Liu et al., 2025, section 3.2)
-    dapo      the same as grpo, mean over all tokens of the step (Yu et al., 2025, eq. 8); `bnpo` of TRL, over a whole step
-    ppo       as dapo (Schulman et al., 2017, eq. 7); give advantages of tokens if you have a critic
-    cispo     -min(c, 1 + clip_high) · A · log p, the ratio as a constant, mean over all tokens (MiniMax, 2025, eq. 4 and 5)
+    dr_grpo   as grpo, but the sum over a completion is divided by a constant length (Liu et al., 2025, section 3.2)
+    dapo      as grpo, but the mean is over all tokens of the step (Yu et al., 2025, eq. 8)
+    ppo       as dapo; give advantages of tokens if you have a critic (Schulman et al., 2017, eq. 7)
+    cispo     -min(c, clip_high) · A · log p, the ratio as a constant, mean over all tokens (MiniMax, 2025, eq. 4 and 5)
 
-They are those of `GRPOTrainer._compute_loss` of TRL 1.16, with its estimate of the KL divergence to a reference, k = p_ref/p -
-log(p_ref/p) - 1, times c, and its truncated importance sampling, the factor min(p_old/p_sampler, most). The derivative of the
-loss by log p of a token is all that its gradient needs: so rollouts are packed, split and merged like other documents.
+They are those of `GRPOTrainer._compute_loss` of TRL 1.16 (ppo is its `bnpo` over a whole step), with its estimate of the KL
+divergence to a reference, (p_ref/p - log(p_ref/p) - 1) · c, and its correction by the ratio of the old model to the sampler.
+
+The derivative of the loss by log p of a token is all that its gradient needs: so rollouts are packed, split and merged like
+other documents. Where that derivative depends on no other token, the output head computes it in the pass that trains; where it
+depends on the whole completion, a pass without gradients comes before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from longctx.attention.host_to_device import copy_to
 from longctx.config.settings import PolicySection
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, StepBatch
 from longctx.data.rollouts import RolloutBatch, flat
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
+from longctx.training.objectives.loss import Rows
 from longctx.training.objectives.objective import Objective, StepWeights, sequences_of
+
+Spread = Callable[[torch.Tensor], torch.Tensor]
+"""Replaces values of tokens by their mean over the completion."""
+Held = Mapping[str, torch.Tensor]
+"""Tokens of completions that this rank predicts in a micro-batch; a row that several completions share is there for each.
+
+    rows        row of the micro-batch, int64 [tokens]
+    sequences   number of the rollout, int64 [tokens]; the others are float64 [tokens]
+    counts      tokens of the whole completion that are learned
+    shares      weight of the token in the loss, times the divisor of the step
+    factors     advantage, times the correction for the sampler if that does not depend on the present model
+    old, reference, sampler     log p by the old model, the reference and the sampler; absent where not known, or not needed
+"""
+NUMBERS = ("loss", "ratio", "clip_share", "kl", "entropy")
+"""What is reported: the loss, and means over the tokens of the step."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +62,21 @@ class Policy(Objective):
     settings: PolicySection
 
     def needs_log_probabilities(self, batch: StepBatch) -> bool:
-        """Returns False for rollouts of the present model: ratios are 1, and one pass is enough."""
+        """Returns whether the weight of a token depends on log p of other tokens by the present model.
+
+        Raises UserError if the rollouts lack what the settings need.
+        """
         assert isinstance(batch, RolloutBatch), "a policy loss needs rollouts: call Trainer.step(rollouts)"
-        rollouts = batch.rollouts
-        if self.settings.kl and rollouts.reference_logps is None:
+        rollouts, settings = batch.rollouts, self.settings
+        if settings.kl and rollouts.reference_logps is None:
             raise UserError(
-                f"kl is {self.settings.kl:g}, but rollouts have no log-probabilities of a reference: give them, or set kl to 0"
+                f"policy.kl is {settings.kl:g}, but rollouts have no reference_logps: give them, or set policy.kl to 0"
             )
-        return bool(self.settings.kl) or rollouts.old_logps is not None or rollouts.sampler_logps is not None
+        corrected = rollouts.sampler_logps is not None and rollouts.old_logps is None
+        if settings.loss == "gspo":
+            by_token = rollouts.advantages is not None and any(np.ndim(values) for values in rollouts.advantages)
+            return bool(settings.kl) or rollouts.old_logps is not None or corrected or by_token
+        return corrected and settings.sampler_correction.startswith("sequence")
 
     def weights(
         self,
@@ -58,81 +85,150 @@ class Policy(Objective):
         document_sums: torch.Tensor | None = None,
     ) -> StepWeights:
         assert isinstance(batch, RolloutBatch)
-        rollouts, known = batch.rollouts, self.needs_log_probabilities(batch)
-        held = [held_tokens(batch, micro_batch) for micro_batch in batch.micro_batches]
-        tokens = torch.cat([numbers for _, numbers in held])
-        sequence, counts = rollouts.sequence[tokens], torch.from_numpy(rollouts.counts).double()
-        advantage = rollouts.advantages_of_tokens(self.settings.scale_rewards)[tokens]
-        present = torch.zeros_like(advantage)
-        if known:
-            of_rows = zip(log_probabilities, held, strict=True)
-            present = torch.cat([values.cpu().double()[rows] for values, (rows, _) in of_rows])
-        old = present if rollouts.old_logps is None else flat(rollouts.old_logps)[tokens]
-        of_completions = self.settings.loss == "gspo"
+        rollouts, settings = batch.rollouts, self.settings
+        counts = torch.from_numpy(rollouts.counts).double()
+        every = divisor = float(counts.sum())
+        if settings.loss == "dr_grpo":
+            assert settings.max_completion_tokens is not None
+            divisor = float(len(counts) * settings.max_completion_tokens)
+        elif settings.loss in ("grpo", "gspo"):
+            divisor = float(len(counts))
+        held = self._held(batch, counts)
+        rows = [len(micro_batch.tokens) for micro_batch in batch.micro_batches]
+        parts = [PolicyWeights(settings, each, count) for each, count in zip(held, rows, strict=True)]
+        if self.needs_log_probabilities(batch):
+            self._weigh(parts, log_probabilities, counts)
 
-        def spread(values: torch.Tensor) -> torch.Tensor:
-            """Returns means over completions for all tokens, if ratios are those of completions."""
-            return (self._sums(sequence, values, counts) / counts)[sequence] if of_completions else values
-
-        ratio = spread(present - old).exp()
-        factor = advantage
-        if rollouts.sampler_logps is not None:
-            factor = advantage * (old - flat(rollouts.sampler_logps)[tokens]).exp().clamp(max=self.settings.sampler_ratio)
-        # The derivatives of the loss by the ratio, and by log p where it does not depend on the ratio.
-        if self.settings.loss == "cispo":
-            assert self.settings.clip_high is not None
-            direct = -ratio.clamp(max=self.settings.clip_high) * factor
-            losses, by_ratio = direct * present, torch.zeros_like(ratio)
-            clipped = (ratio > self.settings.clip_high) & (advantage > 0)
-        else:
-            low, high = (
-                1 - self.settings.clip,
-                1 + (self.settings.clip if self.settings.clip_high is None else self.settings.clip_high),
+        def measured() -> Mapping[str, float]:
+            counted = parts if self.mesh.counts else []
+            sums = torch.stack([torch.zeros(len(NUMBERS), dtype=torch.float64), *(part.sums().cpu() for part in counted)]).sum(
+                0
             )
-            clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
-            losses = -factor * ratio.clamp(low, high).where(clipped, ratio)
-            by_ratio, direct = -factor.where(~clipped, 0), torch.zeros_like(ratio)
-        divergence = torch.zeros_like(ratio)
-        if self.settings.kl:
-            assert rollouts.reference_logps is not None
-            far = flat(rollouts.reference_logps)[tokens] - present
-            divergence = far.exp() - far - 1
-            losses = losses + self.settings.kl * ratio * divergence
-            by_ratio = by_ratio + self.settings.kl * divergence
-            direct = direct + self.settings.kl * ratio * (1 - far.exp())
-        slopes = spread(by_ratio) * ratio + direct
-        divisor, of_token = float(counts.sum()), torch.ones_like(ratio)
-        if self.settings.max_completion_tokens is not None:
-            divisor = float(len(counts) * self.settings.max_completion_tokens)
-        elif self.settings.loss in ("grpo", "gspo"):
-            divisor, of_token = float(len(counts)), 1 / counts[sequence]
-        numbers = [
-            losses * of_token / divisor,
-            *(each / counts.sum() for each in (ratio, clipped, ratio * divergence, -present)),
-        ]
-        loss, *means = self._add_up(torch.stack([number.sum() for number in numbers])).tolist()
-        split = (-slopes * of_token).split([len(rows) for rows, _ in held])
+            return dict(zip(NUMBERS, (sums / torch.tensor([divisor, *[every] * (len(sums) - 1)])).tolist(), strict=True))
+
+        rewards = rollouts.rewards
         return StepWeights(
             divisor=divisor,
-            tokens=[
-                torch.zeros(len(micro_batch.tokens), dtype=torch.float64).index_add_(0, rows, weights).float()
-                for micro_batch, (rows, _), weights in zip(batch.micro_batches, held, split, strict=True)
-            ],
-            loss=loss if known or self.settings.loss != "cispo" else None,
+            tokens=parts,
+            measured=measured,
             reported={
-                "reward": None if rollouts.rewards is None else float(np.mean(np.asarray(rollouts.rewards))),
+                "reward": None if rewards is None else float(np.mean(np.asarray(rewards))),
                 "completion_tokens": float(counts.mean()),
-                **dict(zip(("ratio", "clip_share", "kl", "entropy"), means if known else [None] * 4, strict=True)),
             },
         )
 
-    def _sums(self, sequence: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Returns the sums of values of tokens over each rollout and all ranks, float64 [rollouts]. Collective."""
-        return self._add_up(torch.zeros_like(like).index_add_(0, sequence, values))
+    def _held(self, batch: RolloutBatch, counts: torch.Tensor) -> list[Held]:
+        """Returns the tokens of every micro-batch."""
+        rollouts, settings = batch.rollouts, self.settings
+        sequence, factors = rollouts.sequence, rollouts.advantages_of_tokens(settings.scale_rewards)
+        shares = 1 / counts if settings.loss in ("grpo", "gspo") else torch.ones_like(counts)
+        given = {"old": rollouts.old_logps, "reference": rollouts.reference_logps, "sampler": rollouts.sampler_logps}
+        known = {name: flat(values) for name, values in given.items() if values is not None}
+        if not settings.kl:
+            known.pop("reference", None)
+        if known.keys() >= {"old", "sampler"}:
+            far = known["old"] - known.pop("sampler")
+            if settings.sampler_correction.startswith("sequence"):
+                learned = torch.from_numpy(np.concatenate(rollouts.learned))
+                far = torch.zeros_like(counts).index_add(0, sequence, far * learned)[sequence]
+            factors = factors * _bounded(settings, far.exp())
+        every = {"sequences": sequence, "counts": counts[sequence], "shares": shares[sequence], "factors": factors, **known}
+        held: list[Held] = []
+        for micro_batch in batch.micro_batches:
+            rows, tokens = held_tokens(batch, micro_batch)
+            held.append({"rows": rows, **{name: values[tokens] for name, values in every.items()}})
+        return held
 
-    def _add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of values over all ranks that count. Collective."""
-        return self.mesh.gather((values if self.mesh.counts else torch.zeros_like(values)).tolist()).sum(dim=0)
+    def _weigh(self, parts: Sequence["PolicyWeights"], log_probabilities: Sequence[torch.Tensor], counts: torch.Tensor) -> None:
+        """Computes weights that depend on whole completions, from log p [T] of the rows of every micro-batch. Collective."""
+        held = [part.held for part in parts]
+        joined = {name: torch.cat([one[name] for one in held]) for name in held[0]}
+        present = torch.cat([values.cpu().double()[one["rows"]] for values, one in zip(log_probabilities, held, strict=True)])
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            sums = torch.zeros_like(counts).index_add(0, joined["sequences"], values)
+            return (self.mesh.sum(sums) / counts)[joined["sequences"]]
+
+        slopes, numbers = terms(self.settings, joined, present, spread)
+        sizes = [len(one["rows"]) for one in held]
+        for part, *values in zip(parts, slopes.split(sizes), numbers.split(sizes, dim=1), strict=True):
+            part.known = values[0], values[1]
+
+
+class PolicyWeights:
+    """Weights of the rows of a micro-batch, computed in the head from the log p of its rows, or known before.
+
+    Attributes:
+        held: the tokens of the micro-batch.
+        known: derivatives of the loss [tokens] and numbers [5, tokens], if they depend on whole completions.
+    """
+
+    def __init__(self, settings: PolicySection, held: Held, rows: int) -> None:
+        self.settings, self.held = settings, held
+        self.known: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._present = torch.zeros(rows, dtype=torch.float64)
+
+    def to(self, device: torch.device) -> "PolicyWeights":
+        """Moves all to `device`, and returns itself."""
+        self.held = {name: copy_to(values, device) for name, values in self.held.items()}
+        self._present = copy_to(self._present, device)
+        if self.known is not None:
+            self.known = copy_to(self.known[0], device), copy_to(self.known[1], device)
+        return self
+
+    def __call__(self, rows: Rows, log_probabilities: torch.Tensor) -> torch.Tensor:
+        """Returns the weights of some rows, from their log p."""
+        self._present[rows] = log_probabilities.double()
+        slopes, _ = self._terms()
+        weights = torch.zeros_like(self._present).index_add(0, self.held["rows"], -slopes * self.held["shares"])
+        return weights[rows]
+
+    def sums(self) -> torch.Tensor:
+        """Returns the sums of NUMBERS over the tokens, float64 [5], when the head has seen all rows."""
+        numbers = self._terms()[1]
+        return torch.cat([(numbers[:1] * self.held["shares"]).sum(1), numbers[1:].sum(1)])
+
+    def _terms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.known or terms(self.settings, self.held, self._present[self.held["rows"]], lambda values: values)
+
+
+def terms(settings: PolicySection, held: Held, present: torch.Tensor, spread: Spread) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the derivatives of the loss of every token by its log p, float64 [tokens], and its NUMBERS [5, tokens]."""
+    old = held.get("old", present)
+    by_completion = settings.loss == "gspo"
+    ratio = (spread(present - old) if by_completion else present - old).exp()
+    factors = held["factors"]
+    if "sampler" in held:
+        far = present - held["sampler"]
+        if settings.sampler_correction.startswith("sequence"):
+            far = spread(far) * held["counts"]
+        factors = factors * _bounded(settings, far.exp())
+    # The derivatives of the loss by the ratio, and by log p where it does not depend on the ratio.
+    if settings.loss == "cispo":
+        assert settings.clip_high is not None
+        direct = -ratio.clamp(max=settings.clip_high) * factors
+        losses, by_ratio = direct * present, torch.zeros_like(ratio)
+        clipped = (ratio > settings.clip_high) & (factors > 0)
+    else:
+        low, high = 1 - settings.clip, 1 + (settings.clip_high or settings.clip)
+        clipped = ((ratio < low) & (factors < 0)) | ((ratio > high) & (factors > 0))
+        losses = -factors * ratio.clamp(low, high).where(clipped, ratio)
+        by_ratio, direct = -factors.where(~clipped, 0), torch.zeros_like(ratio)
+    divergence = torch.zeros_like(ratio)
+    if "reference" in held:
+        far = held["reference"] - present
+        divergence = far.exp() - far - 1
+        losses = losses + settings.kl * ratio * divergence
+        by_ratio = by_ratio + settings.kl * divergence
+        direct = direct + settings.kl * ratio * (1 - far.exp())
+    slopes = (spread(by_ratio) if by_completion else by_ratio) * ratio + direct
+    return slopes, torch.stack([losses, ratio, clipped.double(), ratio * divergence, -present])
+
+
+def _bounded(settings: PolicySection, ratio: torch.Tensor) -> torch.Tensor:
+    """Returns the ratio of the old model to the sampler, truncated or 0 above its bound."""
+    most = settings.sampler_ratio
+    return ratio.clamp(max=most) if settings.sampler_correction.endswith("truncate") else ratio.where(ratio <= most, 0)
 
 
 def held_tokens(batch: RolloutBatch, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from longctx.config import Config
 from longctx.data.loader import Loader, Planner
 from longctx.data.packing import StepBatch
 from longctx.data.rollouts import RolloutBatch, Rollouts, pack_rollouts
+from longctx.errors import UserError
 from longctx.model.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
@@ -27,10 +28,11 @@ from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.data import make_merging, make_planner, padding
 from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
+from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import Objective, TokenMean
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
 from longctx.training.passes import Passes
-from longctx.training.policy import Policy
+from longctx.training.policy import Policy, held_tokens
 from longctx.training.run_profile import run_profile
 from longctx.training.saved.saving import Saver
 from longctx.training.stop_signal import StopSignal
@@ -170,6 +172,10 @@ class Trainer:
             assert self.loader is not None
             batch = next(self.loader)
         elif isinstance(batch, Rollouts):
+            if isinstance(self.objective, TokenMean):
+                raise UserError(
+                    "policy.loss is null, but the step has rollouts, whose rewards it would ignore: set policy.loss"
+                )
             batch = self._pack(batch)
         passes.begin("before the first micro-batch")
         if self._agreed != number_of(batch.plan.hash):
@@ -180,7 +186,8 @@ class Trainer:
         passes.begin("gradient norm")
         with passes.clock.span(OPTIMIZER):
             squares = sum_of_squares(p.grad for p in self.model.parameters() if p is not copy and p.grad is not None)
-        ranks = self._gather(batch, losses, squares)
+        measured = weights.measured()
+        ranks = self._gather(batch, losses, squares, measured)
         grad_norm = norm_of(ranks["squares"])
         loss = ranks["loss"].sum().item() if weights.loss is None else weights.loss
         updates = batch.target_tokens > 0 and self.finite.check(batch, losses, loss, grad_norm)
@@ -201,11 +208,31 @@ class Trainer:
         seconds = time.perf_counter() - started
         known = {"grad_norm": grad_norm, "lr": rate, "mfu": self._utilisation(batch, seconds), "skipped": not updates}
         metrics = StepMetrics.of(batch, ranks, seconds, **known)
-        return replace(metrics, loss=loss if batch.target_tokens else math.nan, **weights.reported)
+        sums: dict[str, Any] = {name: ranks[name].sum().item() for name in measured if name != "loss"}
+        return replace(metrics, loss=loss if batch.target_tokens else math.nan, **weights.reported, **sums)
+
+    def log_probabilities(self, rollouts: Rollouts) -> list[torch.Tensor]:
+        """Returns log p of the tokens of each completion by the present model, float64; 0 for tokens that are not learned.
+
+        They are `old_logps` of rollouts that make several steps, and `reference_logps` if this model is the reference.
+        Collective.
+        """
+        self.passes.begin("log-probabilities of rollouts")
+        batch = self._pack(rollouts)
+        values = torch.zeros(len(rollouts.sequence), dtype=torch.float64)
+        for micro_batch, of_rows in zip(batch.micro_batches, self.passes.look(batch, log_probabilities), strict=True):
+            rows, tokens = held_tokens(batch, micro_batch)
+            values[tokens] = of_rows.cpu().double()[rows]
+        self.passes.end_looking()
+        return list(self.mesh.sum(values).split([len(tokens) for tokens in rollouts.completions]))
 
     def _pack(self, rollouts: Rollouts) -> RolloutBatch:
-        """Returns this rank's share of the next step. Raises RuntimeError if ranks have different rollouts."""
+        """Returns this rank's share of the next step.
+
+        Raises RolloutError for tokens that the model does not have, and for more than fit; RuntimeError if ranks differ.
+        """
         step, mesh = self.steps_done + 1, self.mesh
+        rollouts.check(self.model.spec.vocab_size, self.config.capacity(mesh.world_size))
         mesh.agree(rollouts.digest, f"the rollouts of step {step}, of which every rank needs all")
         return pack_rollouts(
             rollouts,
@@ -240,7 +267,9 @@ class Trainer:
             return None
         return model_flops(self.model.spec, batch.plan.lengths, batch.plan.trees) / (seconds * peak * self.mesh.world_size)
 
-    def _gather(self, batch: StepBatch, losses: torch.Tensor, squares: float) -> dict[str, torch.Tensor]:
+    def _gather(
+        self, batch: StepBatch, losses: torch.Tensor, squares: float, measured: Mapping[str, float]
+    ) -> dict[str, torch.Tensor]:
         """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once.
 
         It is the only gather of a step over all processes if the next step is prepared on every rank, as the plan's hash comes
@@ -266,6 +295,7 @@ class Trainer:
             "written": float(self.saver.written),
             **passes.balance.end_step(),
             "mtp_loss": passes.multi_token.end_step() * counts,
+            **measured,
         }
         ranks = dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
         plans = ranks.pop("plan")

@@ -6,7 +6,7 @@ plan. This covers preference losses, whose gradient is that of weighted log-prob
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, StepBatch
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
+from longctx.training.objectives.loss import RowWeights
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,18 @@ class StepWeights:
 
     Attributes:
         divisor: divisor of the loss of the whole step, the same on all ranks; not 0.
-        tokens: weights of the labels, float32 [T] for each micro-batch of this rank; ignored where nothing is predicted.
-            None: 1 everywhere.
+        tokens: weights of the labels, float32 [T] for each micro-batch of this rank, or what computes them in the head; ignored
+            where nothing is predicted. None: 1 everywhere.
         loss: loss of the whole step, if the weighted sum over tokens has its gradient but not its value.
         reported: further metrics of the whole step, by name.
+        measured: returns, after the passes, this rank's parts of further metrics, and of the loss, by name.
     """
 
     divisor: float
-    tokens: Sequence[torch.Tensor] | None = None
+    tokens: Sequence[torch.Tensor | RowWeights] | None = None
     loss: float | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
+    measured: Callable[[], Mapping[str, float]] = dict
 
 
 class Objective(ABC):
@@ -115,7 +118,7 @@ def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) 
         counted = of_rows.cpu().double().where(micro_batch.labels != IGNORED_LABEL, 0)
         rows, sequences, _ = sequences_of(batch, micro_batch)
         sums.index_add_(0, sequences, counted[rows])
-    return mesh.gather(sums.tolist() if mesh.counts else [0.0] * len(sums)).sum(dim=0)
+    return mesh.sum(sums)
 
 
 def sequences_of(batch: StepBatch, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
