@@ -27,7 +27,25 @@ LEAST_DEVIATION = 1e-4
 
 
 class RolloutError(UserError):
-    """Rollouts that cannot be trained on."""
+    """Rollouts that cannot be trained on.
+
+    Attributes:
+        numbers: which of them, if it is a matter of single ones.
+        why: what is wrong with them, and the way out.
+    """
+
+    numbers: Sequence[int] = ()
+    why: str = ""
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], why: str) -> "RolloutError":
+        error = cls(f"rollouts {_some(list(map(str, numbers)))}: {why}")
+        error.numbers, error.why = numbers, why
+        return error
+
+    def naming(self, names: Sequence[str]) -> "RolloutError":
+        """Returns the same error with names for numbers."""
+        return RolloutError(f"{_some([names[number] for number in self.numbers])}: {self.why}" if self.why else str(self))
 
 
 @dataclass(frozen=True)
@@ -168,10 +186,13 @@ class Rollouts:
 
 def _refuse(wrong: Sequence[Any], why: str) -> None:
     """Raises RolloutError that names the rollouts that are wrong."""
-    numbers = [str(number) for number, is_wrong in enumerate(wrong) if is_wrong]
+    numbers = [number for number, is_wrong in enumerate(wrong) if is_wrong]
     if numbers:
-        more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
-        raise RolloutError(f"rollouts {', '.join(numbers[:10])}{more}: {why}")
+        raise RolloutError.of(numbers, why)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

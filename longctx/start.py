@@ -26,7 +26,7 @@ from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import attention_requests, join_run
-from longctx.training.checks import check_export, check_model, check_pairs, check_vocabulary
+from longctx.training.checks import check_export, check_model, check_pairs, check_rollouts, check_vocabulary
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import state_bytes
@@ -106,6 +106,7 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
         rule = "DPO compares with the model at the start of the run"
         raise UserError(f"--continue is {continued}, but {rule}: export that run, and start from it")
     check_wandb(config.log.wandb)
+    check_rollouts(config)
     run = Run.open(config)
     _log_kernels(run)
     if config.train.float8 is not None:

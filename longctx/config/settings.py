@@ -170,14 +170,18 @@ class DataSection(Section):
     """training documents"""
 
     store: AnyPath | None = Path("stores/python-stdlib")
-    """folder written by `longctx prepare` (null: use data.stores)"""
+    """folder written by `longctx prepare` (null: use data.stores or data.rollouts)"""
     stores: list[StoreSetting] | None = None
     """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: 1}]; epochs
     instead of weight, for all stores, sets the relative number of passes over each store"""
     tokenizer: AnyPath | None = None
-    """tokenizer.json that the store must have been made with (null: not checked)"""
+    """tokenizer.json that the store must have been made with (null: not checked); for rollouts, the tokenizer of their
+    token ids (null: that of the checkpoint)"""
+    rollouts: AnyPath | None = None
+    """file or folder of rollouts, as JSON Lines, Parquet or a saved dataset, instead of a store, for a policy loss: prompts,
+    completions and rewards"""
     long_documents: Literal["split", "drop", "error"] = "split"
-    """treatment of documents longer than max_length; DPO pairs cannot be split: use drop or error"""
+    """treatment of documents longer than max_length; DPO pairs and rollouts cannot be split: use drop or error"""
     max_length: Count | None = None
     """maximum document length in tokens (null: the most that the domain can hold)"""
     merge_prefixes: bool | None = None
@@ -190,14 +194,17 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_or_several(cls, values: Any) -> Any:
-        """Drops the default store where several stores are given."""
-        if isinstance(values, dict) and values.get("stores") is not None and "store" not in values:
+        """Drops the default store where several stores, or rollouts, are given."""
+        given = values if isinstance(values, dict) else {}
+        if "store" not in given and any(given.get(key) is not None for key in ("stores", "rollouts")):
             return {**values, "store": None}
         return values
 
     @property
     def paths(self) -> list[Path]:
-        """Folders of all stores."""
+        """Folders of all stores, or the rollouts."""
+        if self.rollouts is not None:
+            return [self.rollouts]
         return [self.store] if self.store is not None else [store.path for store in self.stores or ()]
 
     @property

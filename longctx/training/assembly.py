@@ -9,7 +9,7 @@ from longctx.parallel.mesh import Mesh
 from longctx.training.build import computed_by
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
-from longctx.training.objectives.objective import Objective, TokenMean
+from longctx.training.objectives.objective import Objective
 from longctx.training.optimizer import make_optimizer
 from longctx.training.passes import Passes
 from longctx.training.preference import preferences
@@ -42,7 +42,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         base = {"folder": str(run.source.files.folder), "fingerprint": run.source.files.fingerprint}
     if saved is not None:
         _go_to(saved, run, passes.model, loader, base)
-    objective: Objective = TokenMean()
+    objective: Objective | None = None
     validated: Objective | None = None
     if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
         documents = None if documents is None else replace(documents, merging=loader.merging)
