@@ -258,11 +258,12 @@ class Trainer:
 
         Without `wait` it is published during later steps, by `saver.advance`.
         """
-        assert self.loader is not None
         self.passes.begin(f"checkpoint of step {self.steps_done}")
         if self.steps_done % agreement.EVERY:  # otherwise the step has compared them
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
-        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "base": self.base}
+        longest = {"max_length": self.config.max_length(self.mesh.world_size)}  # all that is known without a loader
+        data = longest if self.loader is None else self.loader.state_dict()
+        state = {"step": self.steps_done, "data": data, "model": self.model.describe(), "base": self.base}
         folder = self.saver.start(self.model, self.optimizer, state)
         if wait:
             self.saver.finish()
