@@ -5,7 +5,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from longctx.training import agreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.data import make_merging, make_planner, padding
 from longctx.training.health import FiniteLoss, NonFiniteLoss
+from longctx.training.live_weights import live_weights
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import Objective, TokenMean
@@ -243,16 +244,26 @@ class Trainer:
             pad_to_multiple_of=padding(self.config),
         )
 
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Returns an iterator of name and tensor, as `longctx export --merge` writes them, for an engine. Collective.
+
+        Every rank iterates to the end before it goes on, and has every tensor for a moment on its device, never the whole
+        model: at most one block. Adapters are merged. Tensors are copies, in `dtype`, or else in the dtypes of the checkpoint
+        that the run began from, float32 for new weights. Raises NoNativeModel if transformers has no equivalent of the model.
+        """
+        return live_weights(self.model, self.mesh, dtype)
+
     def save(self, *, wait: bool = True) -> Path:
         """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
 
         Without `wait` it is published during later steps, by `saver.advance`.
         """
-        assert self.loader is not None
         self.passes.begin(f"checkpoint of step {self.steps_done}")
         if self.steps_done % agreement.EVERY:  # otherwise the step has compared them
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
-        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "base": self.base}
+        longest = {"max_length": self.config.max_length(self.mesh.world_size)}  # all that is known without a loader
+        data = longest if self.loader is None else self.loader.state_dict()
+        state = {"step": self.steps_done, "data": data, "model": self.model.describe(), "base": self.base}
         folder = self.saver.start(self.model, self.optimizer, state)
         if wait:
             self.saver.finish()

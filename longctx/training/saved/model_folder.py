@@ -41,14 +41,16 @@ def model_folder(run: Path) -> Path:
     return run / "model"
 
 
-def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
-    """Writes the model folder of a run, replacing an existing one."""
+def keep_model_files(run: Path, source: ModelSource, store: Store | None) -> None:
+    """Writes the model folder of a run, replacing an existing one; without a store only the files of a checkpoint."""
     folder = model_folder(run)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    (folder / ENDS).write_text(json.dumps(trained_ends(store)), "utf-8")
     if source.files is not None:
         source.files.describe(folder)
+    if store is None:
+        return
+    (folder / ENDS).write_text(json.dumps(trained_ends(store)), "utf-8")
     kept = tokenizer_files.find(folder)
     paths = [source.path for source in store.sources if is_store(source.path)]  # rollouts are a file
     chats = [path for path in paths if Manifest.load(path).conversations]  # the model was trained with their template
