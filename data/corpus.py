@@ -30,6 +30,7 @@ from longctx.data.readers import (
     CorpusError,
     Reader,
     Record,
+    ending_of,
     read_dataset,
     read_jsonl,
     read_parquet,
@@ -66,7 +67,7 @@ class SourceCounts:
         empty: number of empty documents, which are left out.
         useless_pairs: number of pairs without a preference, which are left out.
         formats: number of documents of each format.
-        untrained: number of conversations whose turns all switch off the loss, which are left out.
+        untrained: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
         read_anew: whether earlier versions may have read a record differently.
     """
@@ -135,9 +136,9 @@ class Corpus:
                 counts.read_anew |= document.read_anew
                 for key in document.unused:
                     counts.unused[key] = counts.unused.get(key, 0) + 1
-                if document.text == "" or not document.has_loss:
-                    counts.empty += document.text == ""
-                    counts.untrained += not document.has_loss
+                if document.is_empty or not document.has_loss:
+                    counts.empty += document.is_empty
+                    counts.untrained += not (document.is_empty or document.has_loss)
                     continue
                 counts.formats[document.format] = counts.formats.get(document.format, 0) + 1
                 if PAIRS in counts.formats and len(counts.formats) > 1:
@@ -175,7 +176,7 @@ class Corpus:
 
     def _reader(self, file: Path) -> Reader | None:
         """Returns what reads the records of a file; None: it is one text."""
-        return None if self.kind == STANDARD_LIBRARY or self.as_text else READERS.get(file.suffix.lower())
+        return None if self.kind == STANDARD_LIBRARY or self.as_text else READERS.get(ending_of(file))
 
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
@@ -198,10 +199,10 @@ def open_corpus(source: str, *, text_column: str | None = None, split: str | Non
     if split is not None and (as_text or not path.is_dir()):
         raise CorpusError(f"split {split!r} cannot be chosen: {source!r} is one file, or is read as text; omit --split")
     if path.is_file():
-        if not (as_text or path.suffix.lower() in READERS or path.suffix.lower() in TEXT_ENDINGS):
+        if not (as_text or ending_of(path) in READERS or path.suffix.lower() in TEXT_ENDINGS):
             raise CorpusError(
                 f"{path} is read neither as records ({', '.join(READERS)}) nor as text (such as .txt, .md, .py) by its ending: "
-                "rename it (a compressed file: decompress it), or give --as-text to read it as one text"
+                "rename it (only records may be compressed, as .gz or .zst), or give --as-text to read it as one text"
             )
         return Corpus(source, "files", path.parent, (path,), text_column, as_text=as_text)
     if not path.is_dir():
@@ -233,7 +234,7 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
     """Returns the files to read: texts by their endings, and the records of one split. Counts the others in `not_read`."""
     split_of: dict[Path, str] = {}
     for file in files:
-        if file.suffix.lower() in READERS and not file.stem.lower().startswith("dataset_info"):
+        if ending_of(file) in READERS and not file.stem.lower().startswith("dataset_info"):
             words = _SPLIT.findall(str(file.relative_to(root)))
             split_of[file] = SPLITS[words[-1].lower()] if words else "train"
     splits = sorted(set(split_of.values()))

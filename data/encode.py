@@ -14,7 +14,8 @@ from longctx.data.left_out import left_out
 from longctx.data.markup import Marked, Markup
 from longctx.data.messages import leaves
 from longctx.data.template import Rendered, Template
-from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
+from longctx.data.token_ids import Ids
+from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer, TokenizerError
 
 
 class EncodedDocument(NamedTuple):
@@ -83,7 +84,7 @@ class Encoder:
         """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
         The two documents of a preference pair must be adjacent in the batch; if one is too long, both are dropped.
-        Raises ChatError naming the first conversation that cannot be trained on.
+        Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for ids out of range.
         """
         in_pairs = documents[0].format == PAIRS
         if in_pairs and self.train_on == "all":
@@ -100,21 +101,23 @@ class Encoder:
         )
         rows = []
         for document in documents:
-            if self._has_template(document):
+            if document.ids is not None:
+                row = self._with_ids(document, document.ids)
+            elif self._has_template(document):
                 row = self._templated(document, *next(rendered))
             else:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
-        fits = [row.document.text is not None or len(row.tokens) <= (self.max_length or len(row.tokens)) for row in rows]
+        fits = [not row.document.messages or len(row.tokens) <= (self.max_length or len(row.tokens)) for row in rows]
         if in_pairs:
             fits = [fits[place] and fits[place ^ 1] for place in range(len(fits))]
         kept = [row for row, fit in zip(rows, fits, strict=True) if fit]
         return kept, len(rows) - len(kept)
 
     def _has_template(self, document: Document) -> bool:
-        return document.text is None and self.template is not None
+        return bool(document.messages) and self.template is not None
 
     def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
         if self.markup is None:
@@ -136,6 +139,17 @@ class Encoder:
             marked.straddling,
             rendered.left_out,
         )
+
+    def _with_ids(self, document: Document, ids: Ids) -> EncodedDocument:
+        """Takes the tokens as they are, without a begin and an end."""
+        size = self.tokenizer.vocab_size
+        if (wrong := (ids < 0) | (ids >= size)).any():
+            place = int(wrong.argmax())
+            raise TokenizerError(
+                f"{document.name} has token {ids[place]} at position {place}, but the tokenizer has {size:,} tokens: name the "
+                "tokenizer that the token ids are from (--tokenizer)"
+            )
+        return EncodedDocument(document, ids.astype(self.tokenizer.dtype), document.learned)
 
     def _plain(self, document: Document, texts: Sequence[Encoded]) -> EncodedDocument:
         """Joins the tokens of a text, or of a conversation in ChatML."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
+from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
@@ -50,7 +51,7 @@ class Manifest:
         lightest, heaviest: smallest and largest weight of a document.
         pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
         useless_pairs: number of pairs left out because the completions are equal, or one is empty.
-        untrained_documents: number of conversations left out because all their turns switch off the loss.
+        untrained_documents: number of documents left out because they switch off the loss of everything.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
         reading: version of how records were read.
@@ -100,7 +101,7 @@ class Manifest:
     @property
     def conversations(self) -> bool:
         """Whether the store has conversations; stores of older versions show this only by tokens that are not targets."""
-        known = bool(set(self.formats) - {"text"})
+        known = bool(set(self.formats) - WITHOUT_TEMPLATE)
         return known or (not self.formats and self.trained_tokens != self.tokens - self.documents)
 
     @property

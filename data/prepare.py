@@ -9,7 +9,7 @@ content of the source and all settings; if the store at OUT already matches it, 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
-from longctx.data.formats import PAIRS, READING
+from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
@@ -124,7 +124,9 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
     _check_targets(request.corpus, counts, parts, request.max_length)
-    conversations = bool(set(counts.formats) - {"text"})
+    conversations = bool(set(counts.formats) - WITHOUT_TEMPLATE)
+    if request.given is None and TOKEN_IDS in counts.formats:
+        raise _unnamed(request.corpus)
     if pretrained is not None and request.templates is None and conversations:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer, counts, conversations)
@@ -164,9 +166,19 @@ def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
     read = 0.0
     for document in islice(corpus.documents(), 0, None, every):
         progress("training the tokenizer", min(1.0, read / corpus.bytes))
+        if document.ids is not None:
+            raise _unnamed(corpus)
         yield from document.texts
         read += document.source_bytes * every
     progress("training the tokenizer", 1)
+
+
+def _unnamed(corpus: Corpus) -> TokenizerError:
+    return TokenizerError(f"{corpus.source} has token ids: name the tokenizer that they are from (--tokenizer)")
+
+
+def _is_text(document: Document) -> bool:
+    return document.ids is None
 
 
 def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
@@ -180,7 +192,7 @@ def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, s
 def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
     """Raises TokenizerError if no token comes from more than half of the characters of the first texts."""
     characters = covered = 0
-    for text in chain.from_iterable(document.texts for document in corpus.documents()):
+    for text in chain.from_iterable(document.texts for document in takewhile(_is_text, corpus.documents())):
         counts = tokenizer.covered(text[:COVERED_CHARACTERS])
         characters, covered = characters + counts[0], covered + counts[1]
         if characters >= COVERED_CHARACTERS:
@@ -199,14 +211,14 @@ def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], 
     if not parts:
         left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
         if counts.untrained:
-            left_out.append(f"{counts.untrained} switch off the loss of every turn")
+            left_out.append(f"{counts.untrained} switch off the loss of everything")
         if counts.useless_pairs:
             left_out.append(f"{counts.useless_pairs} pairs have equal or empty completions")
         if counts.not_text:
             left_out.append(f"{len(counts.not_text)} files are not UTF-8 text ({', '.join(counts.not_text[:3])})")
         left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
         why = ", ".join(left_out) or "it is empty"
-        raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with text or conversations")
+        raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with content")
     if dropped and not any(part.documents for part in parts):
         raise CorpusError(
             f"all {dropped:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise --max-length"

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.data.messages import FormatError, parse_json, without_nulls
+from longctx.data.token_ids import IDS_KEYS
 from longctx.errors import UserError, brief
 
 LISTS = ("messages", "conversations", "chosen", "rejected", "prompt", "completion", "response", "history")
 """Columns of CSV whose cells may be lists in JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Compression by the last ending of a file of lines or JSON."""
 
 
 class CorpusError(UserError):
@@ -55,21 +60,42 @@ def read_text(file: Path) -> str | None:
         return None
 
 
+def ending_of(file: Path) -> str:
+    """Returns the ending that decides how a file is read, in lower case: of compressed records, that before .gz or .zst."""
+    ending = file.suffix.lower()
+    inner = Path(file.stem).suffix.lower() if ending in COMPRESSED else ""
+    return inner if inner in PACKABLE else ending
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yields the lines of a file, compressed or not."""
+    if file.suffix.lower() not in COMPRESSED:
+        with file.open("rb") as stream:
+            yield from stream
+        return
+    import pyarrow
+
+    try:
+        with io.BufferedReader(pyarrow.input_stream(str(file), COMPRESSED[file.suffix.lower()]), 1 << 20) as stream:
+            yield from stream
+    except OSError as error:
+        raise CorpusError(f"{file} is damaged, or not compressed as its ending says: {error}; write it again") from error
+
+
 def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
-            except FormatError as error:
-                raise CorpusError(f"{file}:{number}: {error}") from error
-            if not isinstance(record, dict):
-                raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
-            yield Record(record, f"{name}:{number}", f"{file}:{number}", len(line))
+    for number, line in enumerate(_lines(file), start=1):
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
+        except FormatError as error:
+            raise CorpusError(f"{file}:{number}: {error}") from error
+        if not isinstance(record, dict):
+            raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
+        yield Record(record, f"{name}:{number}", f"{file}:{number}", len(line))
 
 
 def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
@@ -114,7 +140,7 @@ def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[
 def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
-    stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
+    stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if ending_of(file) == ".tsv" else "excel"
     table = csv.DictReader(stream, dialect=dialect, strict=True)
     try:
         rows: list[dict[str, Any]] = list(table)
@@ -144,7 +170,7 @@ def _cell(key: str, cell: str) -> Any:
 
 def _decoded(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return b"".join(_lines(file)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CorpusError(f"{file}: not UTF-8 at byte {error.start}") from error
 
@@ -170,6 +196,32 @@ def read_parquet(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 
+def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+    """Reads an Arrow file, or a stream as `datasets` writes it."""
+    import pyarrow
+
+    row = 0
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
+            read = _columns(reader.schema.names, columns, str(file))
+            unread = dict.fromkeys(set(reader.schema.names) - set(read), ...)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                share = batch.nbytes / max(1, batch.num_rows)
+                for start in range(0, batch.num_rows, 256):
+                    for record in batch.select(read).slice(start, 256).to_pylist():
+                        yield Record(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", share)
+                        row += 1
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OSError, TypeError, KeyError) as error:
+        where = f"is damaged after row {row - 1}" if row else "is not an Arrow file, or damaged"
+        raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
+
+
 def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
     import datasets
 
@@ -189,7 +241,7 @@ def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: without_nulls(value) for key, value in record.items()}
+    return {key: value if key in IDS_KEYS else without_nulls(value) for key, value in record.items()}
 
 
 def _columns(names: list[str], columns: Columns, where: str) -> list[str]:
@@ -205,7 +257,10 @@ READERS: dict[str, Reader] = {
     ".ndjson": read_jsonl,
     ".json": _read_json,
     ".parquet": read_parquet,
+    ".arrow": _read_arrow,
     ".csv": _read_csv,
     ".tsv": _read_csv,
 }
 """What reads the records of a file, by its ending."""
+PACKABLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+"""Endings of records that may be compressed."""

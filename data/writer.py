@@ -122,7 +122,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += sum(map(len, document.texts))
+        characters += document.size
         half_a_pair = document.format == PAIRS and len(batch) % 2
         if (characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS) and not half_a_pair:
             yield batch

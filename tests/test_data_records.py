@@ -113,10 +113,10 @@ def test_conversations_without_loss_are_dropped_and_counted(tmp_path: Path, caps
     silent = {"messages": [asked, {**answered, "weight": 0}]}
     source = written(tmp_path, [silent, {"messages": [asked, answered]}, silent])
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
-    assert "dropped    2 conversations whose turns all switch off the loss" in capsys.readouterr().out
+    assert "dropped    2 documents that switch off the loss of everything" in capsys.readouterr().out
     store = Store.open(tmp_path / "store")
     assert (store.manifest.documents, store.manifest.untrained_documents) == (1, 2)
-    with pytest.raises(CorpusError, match="has no document with text: 1 switch off the loss of every turn"):
+    with pytest.raises(CorpusError, match="has no document with text: 1 switch off the loss of everything"):
         made(tmp_path, [silent])
     with pytest.raises(ChatError, match=r"message 1 has no loss, but --train-on all trains on every token"):
         made(tmp_path, [flagged({"weight": 0}, "messages")], train_on="all")

@@ -22,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         default="python-stdlib",
-        help="data to read: a file of records (.jsonl, .ndjson, .json, .parquet, .csv, .tsv) or text, a folder of those, a "
-        "dataset saved by `datasets`, or python-stdlib, the source code of this Python's standard library. Records may be "
-        "messages, ShareGPT conversations, prompt and completion, instruction and output, chosen and rejected, or text; the "
-        "format is detected by the keys",
+        help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow) "
+        "or text, a folder of those, a dataset saved by `datasets`, or python-stdlib, the source of this Python's standard "
+        "library. Records may be messages, ShareGPT conversations, prompt and completion, instruction and output, chosen and "
+        "rejected, text, or token ids (with a --tokenizer); the format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
@@ -166,6 +166,7 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     together = 2 if manifest.pairs else 1
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count // together:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+    if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
         yield f"  loss on    {trained[manifest.train_on]} {'after the prompt' if manifest.pairs else 'of conversations'}"
@@ -179,7 +180,7 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.useless_pairs:
         yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
     if manifest.untrained_documents:
-        yield f"  dropped    {manifest.untrained_documents:,} conversations whose turns all switch off the loss"
+        yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} empty documents"
     if manifest.not_read:

@@ -1,0 +1,165 @@
+"""Data as they come: records as public trainers write them are used, or what is not used of them is named; files of many kinds.
+
+Each record is written by hand after a format that users of other trainers have.
+"""
+
+import gzip
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.feather
+import pytest
+
+from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.prepare import prepare
+from longctx.data.store import IGNORED_LABEL, Store
+from longctx.data.tokenizer import TokenizerError
+from tests.data_cases import made, whole, write_jsonl, written
+
+IDS = [72, 105, 33, 10, 256]
+LABELS = [IGNORED_LABEL, IGNORED_LABEL, 33, 10, 256]
+MASK = [0, 0, 1, 1, 1]
+
+
+def labels_of(store: Store, document: int = 0) -> list[int]:
+    return store.read(document, 0, int(store.lengths[document]))[1].tolist()
+
+
+# --- token ids
+
+
+USED: list[tuple[str, dict[str, Any], list[int], Sequence[str]]] = [
+    ("ids alone", {"input_ids": IDS}, [105, 33, 10, 256, -100], ()),
+    ("axolotl", {"input_ids": IDS, "attention_mask": [1] * 5, "labels": LABELS}, [-100, 33, 10, 256, -100], ["attention_mask"]),
+    ("loss_mask", {"input_ids": IDS, "loss_mask": MASK}, [-100, 33, 10, 256, -100], ()),
+    ("TRL, prompt and completion", {"input_ids": IDS, "completion_mask": MASK}, [-100, 33, 10, 256, -100], ()),
+    ("TRL, assistant only", {"input_ids": IDS, "assistant_masks": MASK}, [-100, 33, 10, 256, -100], ()),
+    ("verl", {"input_ids": IDS, "loss_mask": MASK, "position_ids": [*range(5)]}, [-100, 33, 10, 256, -100], ["position_ids"]),
+    ("with its name", {"input_ids": IDS, "id": 7, "length": 5}, [105, 33, 10, 256, -100], ["id", "length"]),
+    ("no end", {"input_ids": IDS[:-1], "token_type_ids": [0] * 4}, [105, 33, 10, -100], ["token_type_ids"]),
+    ("packed, of one", {"input_ids": IDS, "seq_lengths": [5]}, [105, 33, 10, 256, -100], ["seq_lengths"]),
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow", "dataset"])
+@pytest.mark.parametrize(("record", "labels", "unused"), [case[1:] for case in USED], ids=[case[0] for case in USED])
+def test_token_ids_are_used(tmp_path: Path, record: dict[str, Any], labels: list[int], unused: list[str], suffix: str) -> None:
+    """Exactly as they are, without an end of their own; what is not used is named."""
+    if suffix == "arrow":
+        pyarrow.feather.write_feather(pyarrow.Table.from_pylist([record] * 2), tmp_path / "s.arrow", compression="zstd")
+    source = tmp_path / "s.arrow" if suffix == "arrow" else written(tmp_path, [record] * 2, suffix)
+    prepare(open_corpus(str(source)), tmp_path / "store", tokenizer="bytes")
+    store = Store.open(tmp_path / "store")
+    assert [labels_of(store, document) for document in (0, 1)] == [labels] * 2
+    assert store.tokens(0, 0, len(record["input_ids"]))[0].tolist() == record["input_ids"]
+    assert store.trained_tokens.tolist() == [sum(label != IGNORED_LABEL for label in labels)] * 2
+    assert store.manifest is not None and store.manifest.unused == dict.fromkeys(unused, 2)
+    assert store.manifest.formats == {"token-ids": 2} and not store.manifest.conversations
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"input_ids": IDS, "labels": [*IDS[1:], -100]},
+            "`labels` has 105 at position 0, where `input_ids` has 72: labels must",
+        ),
+        ({"input_ids": IDS, "labels": LABELS, "loss_mask": MASK}, "`labels` and `loss_mask` both say which tokens have a loss"),
+        ({"input_ids": IDS, "labels": LABELS[1:]}, "`labels` has 4 numbers, but `input_ids` has 5"),
+        ({"input_ids": IDS, "labels": 1}, "`labels` must be a list of whole numbers"),
+        ({"input_ids": IDS, "loss_mask": [0, 0, 2, 1, 1]}, "`loss_mask` is 2 at position 2: it must be 1 for a loss, or 0"),
+        ({"input_ids": IDS, "loss_mask": [0, 0, 0.5, 1, 1]}, "`loss_mask` must be a list of whole numbers"),
+        ({"input_ids": IDS, "attention_mask": [1, 1, 1, 1, 0]}, "`attention_mask` is 0 at position 4: remove the padding"),
+        ({"input_ids": IDS, "attention_mask": [1, 1, 2, 2, 2]}, "give a record per document"),
+        ({"input_ids": IDS, "position_ids": [0, 1, 0, 1, 2]}, "`position_ids` shows that several documents are packed"),
+        ({"input_ids": IDS, "seq_lengths": [2, 3]}, "`seq_lengths` shows that several documents are packed"),
+        ({"input_ids": [IDS, IDS]}, "`input_ids` must be a list of whole numbers, one for each token of one document"),
+        ({"input_ids": "72 105"}, "`input_ids` must be a list of whole numbers"),
+        ({"input_ids": [72, None]}, "`input_ids` must be a list of whole numbers"),
+    ],
+)
+def test_token_ids_that_are_not_plain_are_refused(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(CorpusError, match=r"s\.jsonl:1: ") as caught:
+        made(tmp_path, [record])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[72, 257], [-1, 72]])
+def test_token_ids_must_be_of_the_tokenizer_that_is_named(tmp_path: Path, ids: list[int]) -> None:
+    with pytest.raises(
+        TokenizerError, match=r"s\.jsonl:1 has token (257|-1) at position [01], but the tokenizer has 257 tokens"
+    ):
+        made(tmp_path, [{"input_ids": ids}])
+    with pytest.raises(TokenizerError, match="has token ids: name the tokenizer that they are from"):
+        made(tmp_path, [{"text": "some text"}, {"input_ids": IDS}], tokenizer="bpe", vocab_size=300)
+
+
+def test_what_has_no_loss_is_counted_and_texts_come_first(tmp_path: Path) -> None:
+    silent = {"input_ids": IDS, "labels": [IDS[0], *[IGNORED_LABEL] * 4]}
+    store = made(tmp_path, [silent, {"input_ids": []}, {"text": "Hi!\n", "input_ids": IDS, "weight": 2}, {"input_ids": IDS}])
+    assert store.manifest is not None and (store.manifest.untrained_documents, store.manifest.empty_documents) == (1, 1)
+    assert store.manifest.formats == {"text": 1, "token-ids": 1} and store.manifest.unused == {"input_ids": 1}
+    assert whole(store, 0) == whole(store, 1), "the end of the document is added to the text alone"
+    with pytest.raises(CorpusError, match="1 switch off the loss of everything"):
+        made(tmp_path, [silent])
+
+
+# --- files
+
+
+TEXT_LINES = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two")).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pyarrow.Codec("zstd").compress(content, asbytes=True))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd], ids=["gz", "zst"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("s.jsonl", TEXT_LINES),
+        ("s.json", b'[{"text": "one"}, {"text": "two"}]'),
+        ("s.ndjson", TEXT_LINES),
+        ("s.json", TEXT_LINES),
+        ("s.csv", b"text\none\ntwo\n"),
+        ("s.tsv", b"text\tid\none\t1\ntwo\t2\n"),
+    ],
+)
+def test_compressed_records_are_read_as_the_others(tmp_path: Path, name: str, content: bytes, pack: Any) -> None:
+    ending = ".gz" if pack is gzip.compress else ".zst"
+    (tmp_path / (name + ending)).write_bytes(pack(content))
+    for source in (tmp_path / (name + ending), tmp_path):
+        assert [document.text for document in open_corpus(str(source)).documents()] == ["one", "two"]
+    (tmp_path / (name + ending)).write_bytes(pack(content)[:-9])
+    with pytest.raises(CorpusError, match=r"is damaged, or not compressed as its ending says: .*; write it again"):
+        list(open_corpus(str(tmp_path)).documents())
+
+
+def test_other_compressed_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "code.py.gz").write_bytes(gzip.compress(b"x = 1"))
+    write_jsonl(tmp_path / "s.jsonl", [{"text": "one"}])
+    assert open_corpus(str(tmp_path)).not_read == {".gz beside records": 1}
+    with pytest.raises(CorpusError, match="only records may be compressed"):
+        open_corpus(str(tmp_path / "code.py.gz"))
+
+
+def test_streams_of_arrow_are_read_and_damage_is_refused(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    table = pyarrow.table({"text": ["one", "two"], "id": [1, 2]})
+    with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    (tmp_path / "s.arrow").write_bytes(stream.getvalue())
+    documents = list(open_corpus(str(tmp_path)).documents())
+    assert [(document.text, document.name, document.unused) for document in documents] == [
+        ("one", "s.arrow:0", ("id",)),
+        ("two", "s.arrow:1", ("id",)),
+    ]
+    for damaged in (b"", stream.getvalue()[:100], b"ARROW1\0\0" + bytes(99)):
+        (tmp_path / "s.arrow").write_bytes(damaged)
+        with pytest.raises(CorpusError, match="is not an Arrow file, or damaged"):
+            list(open_corpus(str(tmp_path)).documents())
