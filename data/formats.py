@@ -102,6 +102,11 @@ class Document:
         return sum(map(len, self.texts)) if self.ids is None else len(self.ids)
 
     @property
+    def bytes(self) -> int:
+        """Bytes of the texts in UTF-8, or of the token ids, 4 each."""
+        return sum(len(text.encode()) for text in self.texts) if self.ids is None else 4 * len(self.ids)
+
+    @property
     def is_empty(self) -> bool:
         return not self.messages and not self.size
 

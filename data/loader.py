@@ -26,7 +26,7 @@ _WAYS_OUT = {
     "fingerprint": "give the data.store that the run began with, or its data.rollouts, or all of data.stores in the same "
     "order, or start a new run",
     "mix": "give the weights or epochs of data.stores that the run began with",
-    "seed": "set train.seed to the run's value",
+    "seed": "set data.seed to the run's value (by default it is train.seed)",
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's value",
     "held_out": "set data.held_out to the run's value",

@@ -54,6 +54,7 @@ class Manifest:
         untrained_documents: number of documents left out because they switch off the loss of everything.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
+        limits: maximum number of documents and of bytes, where reading stopped.
         reading: version of how records were read.
     """
 
@@ -95,6 +96,7 @@ class Manifest:
     untrained_documents: int = 0
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
     reading: int = 1
     checksums: dict[str, str] = field(default_factory=dict)
 

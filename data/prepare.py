@@ -65,8 +65,8 @@ def prepare(
     """Makes the store of `corpus` at `out`.
 
     Args:
-        corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, or `python-stdlib`; or an open
-            Corpus, which may also name the column of the text and the split.
+        corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, OWNER/NAME of the hub, or
+            `python-stdlib`; or an open Corpus, which may also name the column of the text and the split, and have limits.
         out: folder of the store.
         tokenizer: `bpe` (trained on the corpus), `bytes`, a tokenizer.json, or a checkpoint's folder or name on the hub.
         vocab_size: maximum vocabulary size of a trained tokenizer.
@@ -161,11 +161,15 @@ def _tokenizer(folder: Path, corpus: Corpus, ready_made: Tokenizer | None, vocab
 
 
 def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Yields the texts of every document, or of every n-th document of a large source."""
-    every = max(1, -(-corpus.bytes // TRAINING_BYTES))
-    read = 0.0
+    """Yields the texts of every document, or of every n-th document or the first ones of a large source."""
+    first = bool(corpus.limits or corpus.hub)  # of these, the first texts are taken: others may be far away
+    every = 1 if first else max(1, -(-corpus.bytes // TRAINING_BYTES))
+    read = characters = 0.0
     for document in islice(corpus.documents(), 0, None, every):
-        progress("training the tokenizer", min(1.0, read / corpus.bytes))
+        progress("training the tokenizer", min(1.0, read / max(1, corpus.bytes)))
+        characters += document.size
+        if first and characters > TRAINING_BYTES:
+            break
         if document.ids is not None:
             raise _unnamed(corpus)
         yield from document.texts
@@ -252,6 +256,7 @@ def _manifest(
         longest_name=longest.longest_name,
         longest_length=longest.longest_length,
         empty_documents=counts.empty,
+        limits=corpus.limits,
         not_read=dict(corpus.not_read),
         skipped_files=len(counts.not_text),
         skipped_names=tuple(counts.not_text[:SKIPPED_NAMES]),

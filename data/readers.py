@@ -225,19 +225,24 @@ def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
 def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
     import datasets
 
+    saved = f"{folder} looks like a saved dataset, but `datasets` cannot read it", "save it again"
+    return read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), columns, size, saved)
+
+
+def read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, wrong: tuple[str, str]) -> Iterator[Record]:
+    """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way out."""
     try:
-        dataset = datasets.load_from_disk(str(folder))
-        rows = dataset.select_columns(_columns(dataset.column_names, columns, str(folder)))
-        unread = dict.fromkeys(set(dataset.column_names) - set(rows.column_names), ...)
-        for row, record in enumerate(rows):
-            yield Record(_row(record) | unread, f"row:{row}", f"{folder}, row {row}", size / len(rows))
+        dataset = load()
+        names = dataset.column_names or []  # a stream may not know them
+        read = _columns(names, columns, where) if names else []
+        unread = dict.fromkeys(set(names) - set(read), ...)
+        share = size / len(dataset) if size else 0
+        for row, record in enumerate(dataset.select_columns(read) if read else dataset):
+            yield Record(_row(record) | unread, f"row:{row}", f"{where}, row {row}", share)
     except UserError:
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
-        reason = f"{type(error).__name__}: {brief(error)}"
-        raise CorpusError(
-            f"{folder} looks like a saved dataset, but `datasets` cannot read it ({reason}): save it again"
-        ) from error
+        raise CorpusError(f"{wrong[0]} ({type(error).__name__}: {brief(error)}): {wrong[1]}") from error
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:

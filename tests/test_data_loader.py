@@ -192,7 +192,7 @@ def test_state_of_another_run_is_refused(store: Store, tmp_path: Path) -> None:
     with loader(store, seed=4, max_length=50, long_documents="drop") as other:
         with pytest.raises(LoaderError) as caught:
             other.load_state_dict(state)
-        for says in ("seed is 4, and was 3: set train.seed", "max_length is 50, and was 100: set data.max_length"):
+        for says in ("seed is 4, and was 3: set data.seed", "max_length is 50, and was 100: set data.max_length"):
             assert says in str(caught.value)
         assert "long_documents is 'drop', and was 'split': set data.long_documents" in str(caught.value)
         with pytest.raises(LoaderError, match="lacks cursor"):

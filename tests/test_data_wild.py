@@ -10,14 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.feather
 import pytest
 
+from longctx.cli import main
+from longctx.config import load
 from longctx.data.corpus import CorpusError, open_corpus
 from longctx.data.prepare import prepare
+from longctx.data.sampler import Piece
 from longctx.data.store import IGNORED_LABEL, Store
 from longctx.data.tokenizer import TokenizerError
+from longctx.training.data import steps_of_run
 from tests.data_cases import made, whole, write_jsonl, written
 
 IDS = [72, 105, 33, 10, 256]
@@ -163,3 +168,101 @@ def test_streams_of_arrow_are_read_and_damage_is_refused(tmp_path: Path) -> None
         (tmp_path / "s.arrow").write_bytes(damaged)
         with pytest.raises(CorpusError, match="is not an Arrow file, or damaged"):
             list(open_corpus(str(tmp_path)).documents())
+
+
+# --- limits, and the hub
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"max_documents": 2}, ["one", "three"]),
+        ({"max_bytes": 3}, ["one"]),
+        ({"max_bytes": 4}, ["one", "three"]),
+        ({"max_documents": 3, "max_bytes": 1 << 20}, ["one", "three", "more"]),
+        ({"max_documents": 9}, ["one", "three", "more"]),
+    ],
+)
+def test_reading_stops_at_a_limit(tmp_path: Path, options: dict[str, int], kept: list[str]) -> None:
+    """Documents that are left out do not count."""
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": text} for text in ("one", "", "three", "more")])
+    limited, whole_source = open_corpus(str(source), **options), open_corpus(str(source))
+    assert [document.text for document in limited.documents()] == kept
+    assert limited.fingerprint() != whole_source.fingerprint()
+    assert prepare(limited, tmp_path / "store", tokenizer="bytes").manifest.limits == options
+
+
+def test_limits_count_pairs_once_and_token_ids_by_four(tmp_path: Path) -> None:
+    pairs = [{"prompt": "Q", "chosen": answer, "rejected": "B"} for answer in ("A", "B", "C", "D")]
+    source = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    names = [document.name for document in open_corpus(str(source), max_documents=2).documents()]
+    assert names == [f"pairs.jsonl:{line}#{side}" for line in (1, 3) for side in ("chosen", "rejected")]
+    source = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": IDS}] * 3)
+    assert len(list(open_corpus(str(source), max_bytes=21).documents())) == 2
+    with pytest.raises(CorpusError, match="max_documents is 0: it must be at least 1"):
+        open_corpus(str(source), max_documents=0)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A hub with the data set own/set, which `datasets` loads from a folder. Returns the options of every call, when made."""
+    (tmp_path / "hub").mkdir()
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / "hub" / f"{split}.jsonl", [{"text": f"{split} {number}", "id": number} for number in range(5)])
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("load_dataset", "load_dataset_builder"):
+        real = getattr(datasets, name)
+
+        def loads(path: str, subset: str | None, real: Any = real, revision: str | None = None, **options: Any) -> Any:
+            if path != "own/set":
+                raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
+            calls.append({"subset": subset, "revision": revision, **options})
+            return real(str(tmp_path / "hub"), subset, cache_dir=str(tmp_path / "cache"), **options)
+
+        monkeypatch.setattr(datasets, name, loads)
+    return calls
+
+
+def test_a_data_set_of_the_hub_is_read(tmp_path: Path, hub: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["prepare", "--source", "own/set", "--tokenizer", "bytes", "--out", str(tmp_path / "store"), "--split", "test"]
+    assert main([*command, "--revision", "v1"]) == 0
+    assert "not used   id in 5 records" in capsys.readouterr().out
+    store = Store.open(tmp_path / "store")
+    assert [whole(store, document) for document in range(5)] == [f"test {number}<|endoftext|>" for number in range(5)]
+    assert [call["revision"] for call in hub] == ["v1"] * len(hub) and hub[-1]["streaming"] is False
+    assert main([*command, "--revision", "v1"]) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert main([*command, "--overwrite", "--max-documents", "2", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["documents"], summary["limits"], hub[-1]["streaming"]) == (2, {"max_documents": 2}, True)
+    corpus = open_corpus("own/set", max_bytes=10)
+    assert [document.text for document in corpus.documents()] == ["train 0", "train 1"]
+    assert prepare(corpus, tmp_path / "bpe", vocab_size=300).manifest.documents == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("no/one", {}, r"(?s)source 'no/one' is no file or folder, .*Couldn't reach.*Without a network, .*save_to_disk"),
+        ("own/set", {"split": "val"}, "--split or --revision"),
+        ("own/set", {"subset": "x"}, "BuilderConfig 'x' not found"),
+        ("own/set", {"as_text": True}, "omit --as-text, or correct it"),
+        ("python-stdlib", {"revision": "v1"}, "'python-stdlib' is no OWNER/NAME of the hub: omit --subset and --revision"),
+        ("a/b/c", {}, "does not exist"),
+    ],
+)
+def test_what_is_not_on_the_hub_is_refused(hub: list[dict[str, Any]], source: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(CorpusError, match=says):
+        list(open_corpus(source, **options).documents())
+
+
+def test_the_order_of_documents_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    store = made(tmp_path, [{"text": f"text {number}"} for number in range(30)])
+
+    def order(*settings: str) -> tuple[Piece, ...]:
+        config = load(None, [f"data.store={store.path}", "batch.global_tokens=240", *settings])
+        return steps_of_run(config, store, 1).step(0)[0]
+
+    assert order() == order("data.seed=0") == order("data.seed=0", "train.seed=5") != order("data.seed=5")
+    assert order("data.seed=5") == order("train.seed=5")

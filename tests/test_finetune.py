@@ -271,10 +271,11 @@ def test_every_option_of_data_is_one_of_finetune(checkpoint: Path, tmp_path: Pat
     assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "run"), "--processes=1", *given]) == 0
     store = Store.open(tmp_path / "run" / "store")
     assert store.tokenizer.end_of_document_token == "<|im_start|>" and len(store) == 3
-    texts.write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n')
-    assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "other"), "--processes=1"]) == 2
-    told = capsys.readouterr().err
-    assert "has input_ids: tokens of another program are not read yet" in told and "--text-column" not in told
+    texts.write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n' * 2)
+    given = ["--prepare-only", "--max-documents=1", "--max-bytes=99"]
+    assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "other"), "--processes=1", *given]) == 0
+    assert "stopped    at --max-documents 1, --max-bytes 99" in capsys.readouterr().out
+    assert Store.open(tmp_path / "other" / "store").tokens(0, 0, 2)[0].tolist() == [1, 2]
 
 
 @pytest.mark.usefixtures("quick_start")

@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source",
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow) "
-        "or text, a folder of those, a dataset saved by `datasets`, or python-stdlib, the source of this Python's standard "
-        "library. Records may be messages, ShareGPT conversations, prompt and completion, instruction and output, chosen and "
-        "rejected, text, or token ids (with a --tokenizer); the format is detected by the keys",
+        "or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or python-stdlib, the source of "
+        "this Python's standard library. Records may be messages, ShareGPT conversations, prompt and completion, instruction "
+        "and output, chosen and rejected, text, or token ids (with a --tokenizer); the format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
@@ -76,7 +76,21 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
         metavar="NAME",
-        help="split to read, where files (by their names) or a saved dataset have several (default: train)",
+        help="split to read, where files (by their names) or a dataset have several (default: train)",
+    )
+    parser.add_argument("--subset", metavar="NAME", help="subset (configuration) of a data set on the hub")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a data set on the hub (default: main)")
+    parser.add_argument(
+        "--max-documents",
+        type=int,
+        metavar="N",
+        help="stop reading after N documents; a data set on the hub is then streamed, not downloaded (default: read all)",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="stop reading after N bytes of text, or token ids of 4 bytes (default: all)",
     )
     parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
@@ -102,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = json_in("--template-variables", arguments.template_variables) if arguments.template_variables else None
     began = time.perf_counter()
-    corpus = open_corpus(arguments.source, text_column=arguments.text_column, split=arguments.split, as_text=arguments.as_text)
+    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes")
+    corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
     out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
         prepared = prepare(
@@ -183,6 +198,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} empty documents"
+    if manifest.limits:
+        yield "  stopped    at " + ", ".join(f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items())
     if manifest.not_read:
         yield "  not read   " + ", ".join(f"{count:,} × {reason}" for reason, count in sorted(manifest.not_read.items()))
     if manifest.skipped_files:

@@ -111,6 +111,11 @@ class Config(BaseModel):
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
 
+    @property
+    def order_seed(self) -> int:
+        """Seed of the order of documents."""
+        return self.train.seed if self.data.seed is None else self.data.seed
+
     def max_length(self, world_size: int) -> int:
         """Returns the maximum document length in tokens on `world_size` processes: `data.max_length`, or else `capacity`."""
         return self.data.max_length or self.capacity(world_size)

@@ -182,6 +182,8 @@ class DataSection(Section):
     completions and rewards"""
     long_documents: Literal["split", "drop", "error"] = "split"
     """treatment of documents longer than max_length; DPO pairs and rollouts cannot be split: use drop or error"""
+    seed: int | None = Field(None, ge=0, le=(1 << 32) - 1)
+    """seed of the order of documents (null: train.seed)"""
     max_length: Count | None = None
     """maximum document length in tokens (null: the most that the domain can hold)"""
     merge_prefixes: bool | None = None
@@ -310,7 +312,7 @@ class TrainSection(Section):
     steps: Count = 100
     """number of optimizer steps"""
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
-    """seed of the initial weights and the order of documents"""
+    """seed of the initial weights, of masks, and of the order of documents unless data.seed is set"""
     dtype: Literal["float32", "bfloat16"] | None = None
     """dtype of forward and backward; trained weights and optimizer state stay float32 (null: bfloat16 on GPUs and with float8,
     float32 on a CPU)"""

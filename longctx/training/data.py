@@ -168,7 +168,7 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         ranks=mesh.ranks,
         planner=make_planner(config, mesh.ranks, profile),
         global_tokens=config.batch.global_tokens,
-        seed=config.train.seed,
+        seed=config.order_seed,
         max_length=max_length,
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
@@ -185,7 +185,7 @@ def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
     return make_steps(
         store,
         global_tokens=config.batch.global_tokens,
-        seed=config.train.seed,
+        seed=config.order_seed,
         max_length=config.max_length(ranks),
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
