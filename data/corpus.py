@@ -26,6 +26,7 @@ from longctx.data.hub import HubDataset, may_be_name
 from longctx.data.messages import FormatError
 from longctx.data.readers import (
     BYTE_ORDER_MARK,
+    MEGATRON,
     READERS,
     Columns,
     CorpusError,
@@ -257,7 +258,9 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
                 f"{path} is read neither as records ({', '.join(READERS)}) nor as text (such as .txt, .md, .py) by its ending: "
                 "rename it (only records may be compressed, as .gz or .zst), or give --as-text to read it as one text"
             )
-        return Corpus(source, "files", path.parent, (path,), text_column, as_text=as_text)
+        both = [path.with_suffix(ending) for ending in MEGATRON] if ending_of(path) in MEGATRON and not as_text else [path]
+        files = tuple(file for file in both if file.exists())
+        return Corpus(source, "files", path.parent, files, text_column, as_text=as_text)
     if not path.is_dir():
         raise CorpusError(
             f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, a saved dataset, or OWNER/NAME"

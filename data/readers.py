@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longctx.data.megatron import read_megatron
 from longctx.data.messages import FormatError, parse_json, without_nulls
 from longctx.data.token_ids import IDS_KEYS
 from longctx.errors import UserError, brief
@@ -21,6 +22,7 @@ LISTS = ("messages", "conversations", "chosen", "rejected", "prompt", "completio
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
+MEGATRON = (".idx", ".bin")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 """Compression by the last ending of a file of lines or JSON."""
 
@@ -61,8 +63,13 @@ def read_text(file: Path) -> str | None:
 
 
 def ending_of(file: Path) -> str:
-    """Returns the ending that decides how a file is read, in lower case: of compressed records, that before .gz or .zst."""
+    """Returns the ending that decides how a file is read, in lower case: of compressed records, that before .gz or .zst.
+
+    A .bin file is only read beside the .idx file that describes it.
+    """
     ending = file.suffix.lower()
+    if ending == MEGATRON[1] and not file.with_suffix(MEGATRON[0]).exists():
+        return ""
     inner = Path(file.stem).suffix.lower() if ending in COMPRESSED else ""
     return inner if inner in PACKABLE else ending
 
@@ -222,6 +229,19 @@ def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 
+def _read_megatron(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+    """Reads the documents of an .idx file and the .bin file beside it; of the .bin file itself, nothing."""
+    if file.suffix.lower() == MEGATRON[1]:
+        return
+    try:
+        for number, tokens in enumerate(read_megatron(file)):
+            yield Record({"input_ids": tokens}, f"{name}:{number}", f"{file}, document {number}", tokens.nbytes)
+    except (ValueError, OSError, OverflowError) as error:
+        raise CorpusError(
+            f"{file}: {error}: give both files of Megatron's preprocess_data.py as it wrote them, NAME.idx and NAME.bin"
+        ) from error
+
+
 def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
     import datasets
 
@@ -263,6 +283,7 @@ READERS: dict[str, Reader] = {
     ".json": _read_json,
     ".parquet": read_parquet,
     ".arrow": _read_arrow,
+    **dict.fromkeys(MEGATRON, _read_megatron),
     ".csv": _read_csv,
     ".tsv": _read_csv,
 }

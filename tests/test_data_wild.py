@@ -6,11 +6,13 @@ Each record is written by hand after a format that users of other trainers have.
 import gzip
 import io
 import json
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.feather
 import pytest
@@ -168,6 +170,64 @@ def test_streams_of_arrow_are_read_and_damage_is_refused(tmp_path: Path) -> None
         (tmp_path / "s.arrow").write_bytes(damaged)
         with pytest.raises(CorpusError, match="is not an Arrow file, or damaged"):
             list(open_corpus(str(tmp_path)).documents())
+
+
+def megatron(folder: Path, documents: Sequence[Sequence[Sequence[int]]], kind: str = "<u2", code: int = 8) -> Path:
+    """Writes documents of sequences of tokens, by the published format of Megatron's indexed data sets."""
+    sequences = [np.array(tokens, kind) for document in documents for tokens in document]
+    sizes = np.array([len(tokens) for tokens in sequences], "<i4")
+    ends = np.cumsum([0, *(tokens.nbytes for tokens in sequences)])
+    firsts = np.cumsum([0, *map(len, documents)]).astype("<i8")
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(firsts))
+    (folder / "m_document.idx").write_bytes(head + sizes.tobytes() + ends[:-1].astype("<i8").tobytes() + firsts.tobytes())
+    (folder / "m_document.bin").write_bytes(b"".join(tokens.tobytes() for tokens in sequences))
+    return folder / "m_document.idx"
+
+
+@pytest.mark.parametrize(("kind", "code"), [("<u2", 8), ("<i4", 4), ("<i8", 5), ("<i2", 3)])
+def test_documents_of_megatron_are_read(tmp_path: Path, kind: str, code: int) -> None:
+    """A document is one sequence, or several (sentences)."""
+    (tmp_path / "m").mkdir()
+    index = megatron(tmp_path / "m", [[IDS], [], [[72], [105, 33]]], kind, code)
+    for source in (index, index.with_suffix(".bin"), index.parent):
+        corpus = open_corpus(str(source))
+        manifest = prepare(corpus, tmp_path / "store", tokenizer="bytes", overwrite=True).manifest
+        store = Store.open(tmp_path / "store")
+        read = [store.tokens(document, 0, int(length))[0].tolist() for document, length in enumerate(store.lengths)]
+        assert read == [IDS, [72, 105, 33]] and list(store.names) == ["m_document.idx:0", "m_document.idx:2"]
+        assert manifest.empty_documents == 1 and not corpus.not_read and len(corpus.files) == 2
+    first = corpus.fingerprint()
+    megatron(tmp_path / "m", [[IDS[::-1]], [], [[72], [105, 33]]], kind, code)
+    assert open_corpus(str(source)).fingerprint() != first, "of both files"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda index: b"", "does not begin as Megatron's"),
+        (lambda index: index[:-8], "bytes, but 3 sequences and 3 indices need"),
+        (lambda index: index + bytes(3), "its sequences have modes: only text is supported"),
+        (lambda index: index[:17] + bytes([7]) + index[18:], "type 7 of tokens"),
+        (lambda index: index[:9] + bytes([2]) + index[10:], "it has version 2"),
+        (lambda index: index[:34] + bytes([99]) + index[35:], r"end after the 16 bytes of m_document\.bin"),
+        (lambda index: index[:-8] + bytes(8), "its documents are not in order"),
+    ],
+)
+def test_damaged_files_of_megatron_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], says: str) -> None:
+    index = megatron(tmp_path, [[IDS], [[72], [105, 33]]])
+    index.write_bytes(damage(index.read_bytes()))
+    with pytest.raises(CorpusError, match=says):
+        list(open_corpus(str(index)).documents())
+
+
+def test_of_megatron_both_files_are_needed(tmp_path: Path) -> None:
+    index = megatron(tmp_path, [[IDS]])
+    index.with_suffix(".bin").rename(tmp_path / "weights.bin")
+    with pytest.raises(CorpusError, match=r"NAME\.idx and NAME\.bin"):
+        list(open_corpus(str(index)).documents())
+    index.unlink()
+    with pytest.raises(CorpusError, match=r"folder without files to read; 1 × ending \.bin"):
+        open_corpus(str(tmp_path))
 
 
 # --- limits, and the hub
