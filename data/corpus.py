@@ -259,8 +259,7 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
                 "rename it (only records may be compressed, as .gz or .zst), or give --as-text to read it as one text"
             )
         both = [path.with_suffix(ending) for ending in MEGATRON] if ending_of(path) in MEGATRON and not as_text else [path]
-        files = tuple(file for file in both if file.exists())
-        return Corpus(source, "files", path.parent, files, text_column, as_text=as_text)
+        return Corpus(source, "files", path.parent, tuple(filter(Path.exists, both)), text_column, as_text=as_text)
     if not path.is_dir():
         raise CorpusError(
             f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, a saved dataset, or OWNER/NAME"

@@ -28,6 +28,7 @@ class EncodedDocument(NamedTuple):
         spelled: whether a text of a conversation contains special tokens, which are encoded as such.
         straddling: number of target tokens that also contain text that is not trained on.
         left_out: names of what the conversation says and the template does not show.
+        thoughts: number of turns that the template begins with an empty thought, which is not trained on.
     """
 
     document: Document
@@ -38,6 +39,7 @@ class EncodedDocument(NamedTuple):
     spelled: bool = False
     straddling: int = 0
     left_out: Collection[str] = ()
+    thoughts: int = 0
 
 
 @dataclass
@@ -138,6 +140,7 @@ class Encoder:
             any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
             marked.straddling,
             rendered.left_out,
+            rendered.thoughts,
         )
 
     def _with_ids(self, document: Document, ids: Ids) -> EncodedDocument:

@@ -14,7 +14,8 @@ A record has the first of these formats that its keys allow (keys whose value is
 
 A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
-prompt. A rejected answer beside a conversation makes a preference pair, whose chosen answer is the last message. A message
+prompt, which may be called `query`. A rejected answer beside a conversation makes a preference pair, whose chosen answer is
+the last message; `rejected_messages` are a whole conversation. A message
 whose `weight`, `train`, `training` or `loss` is 0 or false has no loss. Keys with a known meaning are obeyed or refused;
 `Document.unused` names the others, except those of messages, which a template may print (see `longctx.data.left_out`).
 """
@@ -45,15 +46,14 @@ FORMATS = {
 """Required keys of each conversation format."""
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""
-REJECTED = ("rejected", "rejected_response")
-"""Keys of a rejected answer beside a conversation."""
+REJECTED = ("rejected", "rejected_response", "rejected_messages")
+"""Keys of a rejected answer beside a conversation; the last one is a whole conversation."""
 _EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
 UNSUPPORTED = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported: remove the record"),
     **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
     "documents": "write the documents into a message",
-    "rejected_messages": "give the rejected answer alone, as `rejected_response`",
-    "chat_template_kwargs": "use --template-variables, which apply to all conversations",
+    "chat_template_kwargs": "use --template-set, which applies to all conversations",
 }
 """Keys of conversations that are refused if they have a value, and the way out."""
 KTO = ("label", "kto_tag")
@@ -127,11 +127,18 @@ class Document:
 def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
     """Returns the columns of a table to read. Raises FormatError if they contain no document."""
     keys = {key for keys in FORMATS.values() for group in keys for key in group}
-    if _detect(names, names, text_column) == TOKEN_IDS:
+    usual = [_usual(name, names) for name in names]
+    if _detect(usual, usual, text_column) == TOKEN_IDS:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    return [name for name in names if name in {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO}]
+    known = {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO}
+    return [name for name in names if _usual(name, names) in known]
+
+
+def _usual(key: str, keys: Collection[str]) -> str:
+    """Returns `prompt` for the `query` of a response, as ms-swift calls it, and any other key as it is."""
+    return "prompt" if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys) else key
 
 
 def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
@@ -140,6 +147,7 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
     That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
     equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
     """
+    record = {_usual(key, record): value for key, value in record.items()}
     present = [key for key, value in record.items() if value is not None and value is not ...]
     kind = _detect(present, record, text_column)
     weight = _weight(record.get("weight"))
@@ -174,7 +182,7 @@ def _conversations(
             raise FormatError(f"`{key}` is not supported: {way_out}")
     read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
     if kind == PAIRS:
-        asked = next((key for key in ("prompt", "conversations", "instruction") if record.get(key)), "prompt")
+        asked = next((key for key in ("prompt", "messages", "conversations", "instruction") if record.get(key)), "prompt")
         prompt = _instruction(record) if asked == "instruction" else record.get(asked)
         used, sides = {*SIDES, asked, *["input"] * (asked == "instruction")}, _pair({**record, "prompt": prompt})
     else:
@@ -188,7 +196,9 @@ def _conversations(
                 )
             used |= {key} if mark == "true" else set()
         for key in filter(record.get, REJECTED):
-            sides = _pair({"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]})
+            whole = {"chosen": messages, "rejected": record[key]}
+            answer = {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]}
+            sides = _pair(whole if key == "rejected_messages" else answer)
             kind, read_anew, used = PAIRS, True, used | {key}
             break
     if record.get("history") and "history" not in used:

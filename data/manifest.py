@@ -48,6 +48,7 @@ class Manifest:
         spelled_documents: number of conversations whose texts contain special tokens, encoded as such; `spelled_name` is the
             first of them.
         straddling_tokens: number of target tokens that also contain text that is not trained on.
+        empty_thoughts: number of turns that the chat template begins with an empty thought, which is not trained on.
         lightest, heaviest: smallest and largest weight of a document.
         pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
         useless_pairs: number of pairs left out because the completions are equal, or one is empty.
@@ -89,6 +90,7 @@ class Manifest:
     spelled_documents: int = 0
     spelled_name: str = ""
     straddling_tokens: int = 0
+    empty_thoughts: int = 0
     lightest: float = 1.0
     heaviest: float = 1.0
     pairs: bool = False

@@ -58,6 +58,7 @@ def prepare(
     template_variables: Mapping[str, Any] | None = None,
     train_on: str = "assistant",
     max_length: int | None = None,
+    empty_thoughts: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
@@ -75,6 +76,7 @@ def prepare(
         template_variables: defaults of variables of the template, such as {"enable_thinking": False}, also in exports.
         train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
         max_length: maximum tokens of a conversation, above which it is dropped and counted; texts, which are split, are kept.
+        empty_thoughts: train on an empty <think> block that the template writes before an answer.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
@@ -90,7 +92,15 @@ def prepare(
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
     request = StoreRequest.of(
-        corpus, tokenizer, end_of_document, vocab_size, chat_template, template_variables or {}, train_on, max_length
+        corpus,
+        tokenizer,
+        end_of_document,
+        vocab_size,
+        chat_template,
+        template_variables or {},
+        train_on,
+        max_length,
+        empty_thoughts,
     )
     progress("reading the source", 1)
     if (manifest := present(out, request.digests, corpus, overwrite)) is not None:
@@ -280,6 +290,7 @@ def _manifest(
         dropped_documents=sum(part.dropped_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
+        empty_thoughts=sum(part.empty_thoughts for part in parts),
         straddling_tokens=sum(part.straddling_tokens for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),

@@ -13,7 +13,7 @@ from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import VERSION
 from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
-from longctx.data.template import Template, marks_generation
+from longctx.data.template import Template, marks_generation, reasoning_keys
 from longctx.data.tokenizer import Tokenizer, TokenizerError
 
 
@@ -60,6 +60,7 @@ class StoreRequest:
         variables: Mapping[str, Any],
         train_on: str,
         max_length: int | None,
+        empty_thoughts: bool,
     ) -> "StoreRequest":
         """Checks the settings and reads the fingerprint of the source. Raises as `prepare` does."""
         if train_on not in TRAIN_ON:
@@ -79,7 +80,11 @@ class StoreRequest:
         if pretrained is not None and templates is not None:
             settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
             markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
-            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on)
+            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on, empty_thoughts)
+            if any("<think>" in text or reasoning_keys(text) for text in templates.values()):
+                settings["empty_thoughts"] = (
+                    empty_thoughts  # earlier versions trained on them, and lost reasoning by other keys
+                )
         late_end = template.ends_no_turn if template is not None else ready_made is None or ChatML(ready_made).ends_as_text
         ends = {"end": True} if late_end and train_on != "all" else {}
         return cls(
@@ -172,8 +177,8 @@ def _with_variables(templates: Mapping[bool, str] | None, variables: Mapping[str
     if not variables:
         return templates
     if not isinstance(variables, Mapping) or not all(map(str.isidentifier, variables)):
-        raise TokenizerError("--template-variables must be a JSON object of variables: '{\"enable_thinking\": false}'")
+        raise TokenizerError('template_variables must be a dict of variables: {"enable_thinking": False}')
     if templates is None or templates[False] != templates[True]:
-        raise TokenizerError("--template-variables needs one chat template, for all conversations: give --chat-template FILE")
+        raise TokenizerError("--template-set needs one chat template, for all conversations: give --chat-template FILE")
     first = "".join(f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}\n" for name, value in variables.items())
     return {tools: first + text for tools, text in templates.items()}

@@ -53,6 +53,7 @@ class Part:
     spelled_documents: int = 0
     spelled_name: str = ""
     straddling_tokens: int = 0
+    empty_thoughts: int = 0
     lightest: float = math.inf
     heaviest: float = 0.0
     left_out: dict[str, int] = field(default_factory=dict)
@@ -183,6 +184,7 @@ class _PartWriter:
         part.spelled_documents += len(spelled)
         part.spelled_name = part.spelled_name or next(iter(spelled), "")
         part.left_out = dict(Counter(part.left_out) + Counter(name for row in rows for name in row.left_out))
+        part.empty_thoughts += sum(row.thoughts for row in rows)
         part.straddling_tokens += sum(row.straddling for row in rows)
         part.lightest, part.heaviest = min(part.lightest, *weights), max(part.heaviest, *weights)
 

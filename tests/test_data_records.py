@@ -211,7 +211,7 @@ def test_history_and_system_are_obeyed(tmp_path: Path) -> None:
         ({"conversations": [{"from": "human", "value": "Q"}], "video": "v.mp4"}, "`video` is not supported"),
         ({"messages": chat("Q", "A"), "loss_mask": [0, 1]}, "`loss_mask` is not supported: tools differ in what it means"),
         ({"conversations": [{"from": "human", "value": "Q"}], "mask": "User"}, "`mask` is not supported: tools differ"),
-        ({"messages": chat("Q", "A"), "rejected_messages": chat("Q", "B")}, "`rejected_messages` is not supported: give the"),
+        ({"messages": chat("Q", "A"), "rejected_messages": chat("R", "B")}, "both must begin with the same prompt"),
         ({"messages": chat("Q", "A"), "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` is not supported"),
     ],
 )

@@ -25,7 +25,8 @@ from longctx.data.sampler import Piece
 from longctx.data.store import IGNORED_LABEL, Store
 from longctx.data.tokenizer import TokenizerError
 from longctx.training.data import steps_of_run
-from tests.data_cases import made, whole, write_jsonl, written
+from tests.data_cases import learnt, made, whole, write_jsonl, written
+from tests.template_cases import SMOLLM2
 
 IDS = [72, 105, 33, 10, 256]
 LABELS = [IGNORED_LABEL, IGNORED_LABEL, 33, 10, 256]
@@ -113,6 +114,130 @@ def test_what_has_no_loss_is_counted_and_texts_come_first(tmp_path: Path) -> Non
     assert whole(store, 0) == whole(store, 1), "the end of the document is added to the text alone"
     with pytest.raises(CorpusError, match="1 switch off the loss of everything"):
         made(tmp_path, [silent])
+
+
+# --- conversations
+
+
+CALL = {"name": "add", "arguments": '{"a": 2}'}
+SHARED = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}]
+Q, GOOD, BAD = (
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "good"},
+    {"role": "assistant", "content": "bad"},
+)
+WILD: list[tuple[str, dict[str, Any], list[str], Sequence[str]]] = [
+    ("OpenAI", {"messages": [{"role": "system", "content": "S"}, Q, {**GOOD, "weight": 1}]}, ["good"], ()),
+    (
+        "OpenAI, parts",
+        {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in (Q, GOOD)]},
+        ["good"],
+        (),
+    ),
+    ("OpenAI, nulls", {"messages": [Q, {**GOOD, "tool_calls": None, "refusal": None}]}, ["good"], ()),
+    ("OpenAI preference", {"messages": [Q], "chosen": [GOOD], "rejected": [BAD]}, ["good", "bad"], ()),
+    ("Tulu", {"id": "t_1", "messages": [Q, GOOD], "source": "ai2/x", "dataset": "x"}, ["good"], ["dataset", "id", "source"]),
+    ("UltraChat", {"prompt": "Q", "prompt_id": "f00", "messages": [Q, GOOD]}, ["good"], ["prompt", "prompt_id"]),
+    (
+        "UltraFeedback",
+        {"prompt": "Q", "chosen": [Q, GOOD], "rejected": [Q, BAD], "score_chosen": 8.5},
+        ["good", "bad"],
+        ["score_chosen"],
+    ),
+    ("HH-RLHF, explicit", {"prompt": "Q", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
+    ("Orca pairs", {"system": "S", "prompt": "Q", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
+    ("Alpaca", {"instruction": "Q", "input": "", "output": "good", "text": "Below is"}, ["good"], ["text"]),
+    ("Dolly", {"instruction": "Q", "context": "C", "response": "good", "category": "qa"}, ["good"], ["category", "context"]),
+    (
+        "LlamaFactory, alpaca",
+        {"instruction": "Q", "input": "I", "output": "good", "system": "S", "history": [["a", "b"]]},
+        ["b", "good"],
+        (),
+    ),
+    ("LlamaFactory, alpaca pairs", {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
+    ("LlamaFactory, sharegpt", {"conversations": SHARED, "system": "S", "tools": "[]"}, ["good"], ()),
+    (
+        "LlamaFactory, sharegpt pairs",
+        {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "bad"}},
+        ["good", "bad"],
+        (),
+    ),
+    ("LlamaFactory, KTO", {"messages": [Q, GOOD], "kto_tag": True}, ["good"], ()),
+    ("LlamaFactory, KTO of sharegpt", {"conversations": SHARED, "kto_tag": True}, ["good"], ()),
+    ("TRL, KTO", {"prompt": "Q", "completion": "good", "label": True}, ["good"], ()),
+    ("TRL, KTO of messages", {"prompt": [Q], "completion": [GOOD], "label": True}, ["good"], ()),
+    ("TRL, prompt and completion", {"prompt": [Q], "completion": [GOOD]}, ["good"], ()),
+    ("TRL, implicit prompt", {"chosen": [Q, GOOD], "rejected": [Q, BAD], "margin": 0.5}, ["good", "bad"], ["margin"]),
+    ("ms-swift", {"query": "Q", "response": "good", "history": [["a", "b"]], "system": "S"}, ["good"], ()),
+    ("ms-swift, loss by message", {"messages": [Q, {**BAD, "loss": False}, Q, {**GOOD, "loss": True}]}, ["good"], ()),
+    ("ms-swift, rejected answer", {"messages": [Q, GOOD], "rejected_response": "bad"}, ["good", "bad"], ()),
+    ("ms-swift, rejected messages", {"messages": [Q, GOOD], "rejected_messages": [Q, BAD]}, ["good", "bad"], ()),
+    ("ms-swift, query and rejected", {"query": "Q", "response": "good", "rejected_response": "bad"}, ["good", "bad"], ()),
+    (
+        "Axolotl, training by message",
+        {"messages": [Q, {**BAD, "training": False}, Q, {**GOOD, "training": True}]},
+        ["good"],
+        (),
+    ),
+    (
+        "Axolotl, weight of ShareGPT",
+        {"conversations": [SHARED[0], {"from": "gpt", "value": "bad", "weight": 0}, *SHARED]},
+        ["good"],
+        (),
+    ),
+    ("OpenHermes", {"conversations": SHARED, "title": "T", "views": 3}, ["good"], ["title", "views"]),
+    ("ShareGPT, as JSON", {"conversations": json.dumps(SHARED), "id": "x"}, ["good"], ["id"]),
+    ("Capybara", {"source": "x", "messages": [Q, GOOD], "num_turns": 1}, ["good"], ["num_turns", "source"]),
+    ("Nemotron", {"messages": [Q, GOOD], "reasoning": "off", "license": "cc"}, ["good"], ["license", "reasoning"]),
+]
+
+
+@pytest.mark.parametrize(("record", "answers", "unused"), [case[1:] for case in WILD], ids=[case[0] for case in WILD])
+def test_records_of_other_trainers_are_used_or_named(
+    tmp_path: Path, record: dict[str, Any], answers: list[str], unused: Sequence[str]
+) -> None:
+    for suffix in ("jsonl", "parquet"):
+        documents = list(open_corpus(str(written(tmp_path, [record], suffix))).documents())
+        assert sorted(key for document in documents for key in document.unused) == sorted(unused)
+    store = made(tmp_path, [record])
+    assert "".join(map(learnt_text, [store] * len(store), range(len(store)))) == "".join(answers)
+    assert store.manifest is not None and sorted(store.manifest.unused) == sorted(unused) and not store.manifest.left_out
+
+
+def learnt_text(store: Store, document: int) -> str:
+    return learnt(store, document).replace("<|im_end|>", "").removesuffix("\n<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"prompt": "Q", "completion": "bad", "label": False}, "may mark a bad answer"),
+        ({"messages": [Q, BAD], "kto_tag": False}, "may mark a bad answer"),
+        ({"messages": [Q, {**GOOD, "weight": 0.5}]}, "it must be 0 or false for no loss, or 1 or true"),
+        ({"messages": [Q, {**GOOD, "loss_scale": 2.0}]}, "has `loss_scale` 2.0"),
+        ({"messages": [Q, GOOD], "images": ["a.png"]}, "only text is supported"),
+        ({"messages": [Q, GOOD], "chat_template_kwargs": {"enable_thinking": False}}, "use --template-set"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "only text is supported"),
+        ({"messages": [Q, GOOD], "documents": [{"title": "t"}]}, "write the documents into a message"),
+        ({"conversations": SHARED, "rejected_messages": [{**Q, "content": "R"}, BAD]}, "begin with the same prompt"),
+        ({"conversation": SHARED}, "only conversation: name the text column"),
+        ({"chosen": "Human: Q Assistant: good", "rejected": "Human: Q Assistant: bad"}, "without a `prompt`: add the key"),
+    ],
+)
+def test_records_that_cannot_be_used_are_refused(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(CorpusError, match=r"s\.jsonl:1: ") as caught:
+        made(tmp_path, [record])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_name_that_the_template_reads(
+    tmp_path: Path, checkpoints: dict[str, Path], key: str, name: str
+) -> None:
+    template = SMOLLM2.replace("message['content']", f"(message.{name} | default('')) + message['content']")
+    store = made(tmp_path, [{"messages": [Q, {**GOOD, key: "Hm. "}]}], checkpoints["SmolLM2"], template)
+    assert learnt(store) == "Hm. good<|im_end|>" and store.manifest is not None and not store.manifest.left_out
 
 
 # --- files

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longctx.commands.output import progress_bar
+from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.data.manifest import Manifest
@@ -55,15 +56,23 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "the tokenizer of a checkpoint",
     )
     parser.add_argument(
-        "--template-variables",
-        metavar="JSON",
-        help="variables of the chat template, which exports then have by default: '{\"enable_thinking\": false}'",
+        "--template-set",
+        action="append",
+        metavar="NAME=VALUE",
+        help="sets a variable of the chat template, which exports then have by default, such as enable_thinking=false; a value "
+        "that is not JSON is a text; may be repeated",
     )
+    parser.add_argument("--template-variables", type=_renamed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--train-on",
         choices=("assistant", "last", "all"),
         default="assistant",
         help="tokens with loss in conversations: the assistant's turns, its last turn, or all tokens",
+    )
+    parser.add_argument(
+        "--train-on-empty-thoughts",
+        action="store_true",
+        help="train on an empty <think> block that the chat template writes before an answer (default: no loss there)",
     )
     parser.add_argument(
         "--max-length",
@@ -103,11 +112,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.commands.prepare_picture import examples, histogram
     from longctx.data.corpus import open_corpus
-    from longctx.data.messages import json_in
     from longctx.data.prepare import prepare
     from longctx.data.store import Store
     from longctx.data.tokenizer import ANOTHER_TOKENIZER
-    from longctx.errors import UserError
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
@@ -115,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-length is {arguments.max_length}: must be at least 2, as a conversation has at least 2 tokens")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
-    variables = json_in("--template-variables", arguments.template_variables) if arguments.template_variables else None
+    variables = dict(map(_variable, arguments.template_set or ()))
     began = time.perf_counter()
     options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes")
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
@@ -131,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             template_variables=variables,
             train_on=arguments.train_on,
             max_length=arguments.max_length,
+            empty_thoughts=arguments.train_on_empty_thoughts,
             workers=arguments.workers,
             overwrite=arguments.overwrite,
             progress=progress,
@@ -155,6 +163,21 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in warnings:
         print(f"longctx prepare: warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _renamed(value: str) -> str:
+    raise argparse.ArgumentTypeError("give --template-set NAME=VALUE for each variable instead")
+
+
+def _variable(setting: str) -> tuple[str, Any]:
+    """Returns the name and value of NAME=VALUE."""
+    name, equals, value = setting.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--template-set is {setting!r}: it must be NAME=VALUE, such as enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def default_name(source: str) -> str:
@@ -186,6 +209,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
         yield f"  loss on    {trained[manifest.train_on]} {'after the prompt' if manifest.pairs else 'of conversations'}"
+    if manifest.empty_thoughts:
+        yield f"  no loss    on the empty <think> block that the template writes before {manifest.empty_thoughts:,} answers"
     if manifest.straddling_tokens:
         yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
