@@ -1,6 +1,7 @@
 """Hub: a data set of the Hugging Face hub, through `datasets`, from its cache or streamed."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,28 +36,26 @@ class HubDataset:
         """Asks the hub, or the cache, for the version. Raises CorpusError if neither has the data set."""
         import datasets
 
-        try:
-            return cls(name, subset, split, revision, str(datasets.load_dataset_builder(name, subset, revision=revision).hash))
-        except Exception as error:  # of the network, the hub and the data set
-            raise _unreadable(name, error) from error
+        builder = _asked(name, lambda: datasets.load_dataset_builder(name, subset, revision=revision))
+        return cls(name, subset, split, revision, str(builder.hash))
 
     def open(self, streamed: bool) -> Any:
         """Returns the split: an `IterableDataset` if it is streamed, or a `Dataset` in the cache. Raises CorpusError."""
         import datasets
 
-        try:
-            options = {"split": self.split, "revision": self.revision, "streaming": streamed}
-            return datasets.load_dataset(self.name, self.subset, **options)
-        except Exception as error:
-            raise _unreadable(self.name, error) from error
+        options = {"split": self.split, "revision": self.revision, "streaming": streamed}
+        return _asked(self.name, lambda: datasets.load_dataset(self.name, self.subset, **options))
 
 
-def _unreadable(name: str, error: Exception) -> CorpusError:
+def _asked(name: str, ask: Callable[[], Any]) -> Any:
     import datasets
 
-    return CorpusError(
-        f"source {name!r} is no file or folder, and `datasets` cannot read it from the hub ({type(error).__name__}: "
-        f"{brief(error)}): correct the path, or the name, --subset, --split or --revision. Without a network, a data set "
-        f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), or in a folder that "
-        "`save_to_disk` wrote: give that folder"
-    )
+    try:
+        return ask()
+    except Exception as error:  # of the network, the hub and the data set
+        raise CorpusError(
+            f"source {name!r} is no file or folder, and `datasets` cannot read it from the hub ({type(error).__name__}: "
+            f"{brief(error)}): correct the path, or the name, --subset, --split or --revision. Without a network, a data set "
+            f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), or in a folder that "
+            "`save_to_disk` wrote: give that folder"
+        ) from error

@@ -72,7 +72,7 @@ class Loader(Iterator[StepBatch]):
         global_tokens: int,
         seed: int,
         max_length: int,
-        long_documents: str = "split",
+        long_documents: str | None = None,
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
         masking: Masking | None = None,
@@ -94,7 +94,7 @@ class Loader(Iterator[StepBatch]):
             **_identity_of(store),
             "seed": seed,
             "max_length": max_length,
-            "long_documents": long_documents,
+            "long_documents": long_documents or "split",  # of documents that may be: all others fit
             "held_out": held_out_share,
             "without_targets": self.sampler.state(self.sampler.start)["without_targets"],
         }

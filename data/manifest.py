@@ -44,7 +44,8 @@ class Manifest:
         formats: number of documents of each format, including documents dropped later.
         template: description of the chat template, and how tokens to train on were found; empty without conversations.
         train_on: parts of conversations that are trained on.
-        max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer.
+        max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer, and
+            `truncated_documents` lost their first or last tokens.
         spelled_documents: number of conversations whose texts contain special tokens, encoded as such; `spelled_name` is the
             first of them.
         straddling_tokens: number of target tokens that also contain text that is not trained on.
@@ -87,6 +88,7 @@ class Manifest:
     train_on: str = "assistant"
     max_length: int | None = None
     dropped_documents: int = 0
+    truncated_documents: int = 0
     spelled_documents: int = 0
     spelled_name: str = ""
     straddling_tokens: int = 0

@@ -58,6 +58,7 @@ def prepare(
     template_variables: Mapping[str, Any] | None = None,
     train_on: str = "assistant",
     max_length: int | None = None,
+    long_documents: str = "error",
     empty_thoughts: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
@@ -75,7 +76,8 @@ def prepare(
         chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of a Jinja template.
         template_variables: defaults of variables of the template, such as {"enable_thinking": False}, also in exports.
         train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
-        max_length: maximum tokens of a conversation, above which it is dropped and counted; texts, which are split, are kept.
+        max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
+        long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
         empty_thoughts: train on an empty <think> block that the template writes before an answer.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
@@ -100,13 +102,14 @@ def prepare(
         template_variables or {},
         train_on,
         max_length,
+        long_documents,
         empty_thoughts,
     )
     progress("reading the source", 1)
     if (manifest := present(out, request.digests, corpus, overwrite)) is not None:
         return Prepared(manifest, made=False)
     with partial_folder(out, request.digests[True]) as folder:
-        manifest = _write(request, folder, workers, progress)
+        manifest = _write(request, folder, long_documents, workers, progress)
         manifest.save(folder)
         put_in_place(folder, out)
         for name in NOTES:
@@ -114,7 +117,7 @@ def prepare(
     return Prepared(manifest, made=True)
 
 
-def _write(request: StoreRequest, folder: Path, workers: int | None, progress: Progress) -> Manifest:
+def _write(request: StoreRequest, folder: Path, long_documents: str, workers: int | None, progress: Progress) -> Manifest:
     """Writes the files of the store into a folder. Returns its manifest, which is not written yet."""
     tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
     if request.given is not None and not tokenizer.is_bytes:
@@ -129,6 +132,7 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         template=template,
         train_on=request.train_on,
         max_length=request.max_length,
+        long_documents=long_documents,
         workers=workers,
     )
     counts = SourceCounts()
@@ -288,6 +292,7 @@ def _manifest(
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
         reading=READING,
         dropped_documents=sum(part.dropped_documents for part in parts),
+        truncated_documents=sum(part.truncated_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
         empty_thoughts=sum(part.empty_thoughts for part in parts),

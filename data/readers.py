@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,49 +184,49 @@ def _decoded(file: Path) -> str:
 
 
 def read_parquet(file: Path, name: str, columns: Columns) -> Iterator[Record]:
-    import pyarrow
     import pyarrow.parquet
+
+    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
+        table = pyarrow.parquet.ParquetFile(file)
+        return table.schema_arrow, table.metadata.num_rows, partial(table.iter_batches, 256)
+
+    return _read_table(file, name, columns, "a Parquet file", opened)
+
+
+def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+    """Reads an Arrow file, or a stream as `datasets` writes it; a compressed one is decompressed as a whole."""
+    import pyarrow
+
+    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
+        source = pyarrow.memory_map(str(file))
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
+        return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
+
+    return _read_table(file, name, columns, "an Arrow file", opened)
+
+
+def _read_table(
+    file: Path, name: str, columns: Columns, kind: str, opened: Callable[[], tuple[Any, int, Callable[..., Any]]]
+) -> Iterator[Record]:
+    """Yields the rows of a table, of which `opened` returns the schema, the number of rows, and batches of some columns."""
+    import pyarrow
 
     row = 0
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        names = _columns(table.schema_arrow.names, columns, str(file))
-        unread = dict.fromkeys(set(table.schema_arrow.names) - set(names), ...)  # so that records count them as not used
-        share = file.stat().st_size / max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(batch_size=256, columns=names):
+        schema, rows, batches = opened()
+        names = _columns(schema.names, columns, str(file))
+        unread = dict.fromkeys(set(schema.names) - set(names), ...)  # so that records count them as not used
+        share = file.stat().st_size / max(1, rows)
+        for batch in batches(columns=names):
             for record in batch.to_pylist():
                 yield Record(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", share)
                 row += 1
     except UserError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
-        where = f"is damaged after row {row - 1}" if row else "is not a Parquet file, or damaged"
-        raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
-
-
-def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
-    """Reads an Arrow file, or a stream as `datasets` writes it."""
-    import pyarrow
-
-    row = 0
-    try:
-        with pyarrow.memory_map(str(file)) as source:
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
-            read = _columns(reader.schema.names, columns, str(file))
-            unread = dict.fromkeys(set(reader.schema.names) - set(read), ...)
-            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            for batch in batches:
-                share = batch.nbytes / max(1, batch.num_rows)
-                for start in range(0, batch.num_rows, 256):
-                    for record in batch.select(read).slice(start, 256).to_pylist():
-                        yield Record(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", share)
-                        row += 1
-    except UserError:
-        raise
-    except (pyarrow.ArrowException, ValueError, OSError, TypeError, KeyError) as error:
-        where = f"is damaged after row {row - 1}" if row else "is not an Arrow file, or damaged"
+        where = f"is damaged after row {row - 1}" if row else f"is not {kind}, or damaged"
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 

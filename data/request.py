@@ -13,8 +13,12 @@ from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import VERSION
 from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
+from longctx.data.sampler import TRUNCATED
 from longctx.data.template import Template, marks_generation, reasoning_keys
 from longctx.data.tokenizer import Tokenizer, TokenizerError
+
+TREATMENTS = ("error", "drop", *TRUNCATED)
+"""What may happen to conversations that are too long."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class StoreRequest:
         variables: Mapping[str, Any],
         train_on: str,
         max_length: int | None,
+        long_documents: str,
         empty_thoughts: bool,
     ) -> "StoreRequest":
         """Checks the settings and reads the fingerprint of the source. Raises as `prepare` does."""
@@ -67,11 +72,14 @@ class StoreRequest:
             raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
         if max_length is not None and max_length < 2:
             raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
+        if long_documents not in TREATMENTS:
+            raise ChatError(f"long_documents is {long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
         ready_made, pretrained = _given_tokenizer(tokenizer, end_of_document)
         templates = _with_variables(_templates(pretrained, chat_template), variables)
         settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
         if max_length is not None:
             settings["max_length"] = max_length
+            settings |= {} if long_documents == "drop" else {"long_documents": long_documents}
         template = None
         if pretrained is not None:
             settings["begin"] = pretrained.begin.tolist()

@@ -50,6 +50,7 @@ class Part:
     lossiest_name: str = ""
     lossiest_characters: int = 0
     dropped_documents: int = 0
+    truncated_documents: int = 0
     spelled_documents: int = 0
     spelled_name: str = ""
     straddling_tokens: int = 0
@@ -184,6 +185,7 @@ class _PartWriter:
         part.spelled_documents += len(spelled)
         part.spelled_name = part.spelled_name or next(iter(spelled), "")
         part.left_out = dict(Counter(part.left_out) + Counter(name for row in rows for name in row.left_out))
+        part.truncated_documents += sum(row.truncated for row in rows)
         part.empty_thoughts += sum(row.thoughts for row in rows)
         part.straddling_tokens += sum(row.straddling for row in rows)
         part.lightest, part.heaviest = min(part.lightest, *weights), max(part.heaviest, *weights)

@@ -63,13 +63,16 @@ def _documents(store: Store) -> str:
 
 
 def _dropped(run: Run, max_length: int) -> str:
-    """Returns a line on documents, or pairs, that are dropped because they are too long; empty if there are none."""
+    """Returns a line on documents, or pairs, that are dropped or truncated, as they are too long; empty if there are none."""
     store = run.data.store
     documents, unit = (2, "pairs") if store.pairs else (1, "documents")
     dropped = int((store.lengths.reshape(-1, documents).max(axis=1) > max_length).sum())
-    if run.config.data.long_documents != "drop" or not dropped:
+    done = {"drop": "dropped", "truncate_left": "cut at their beginning", "truncate_right": "cut at their end"}.get(
+        run.config.data.long_documents or "split"
+    )
+    if done is None or not dropped:
         return ""
-    return f"{dropped:,} of {len(store) // documents:,} {unit} are dropped: longer than {max_length:,} tokens"
+    return f"{dropped:,} of {len(store) // documents:,} {unit} are {done}: longer than {max_length:,} tokens"
 
 
 def print_end(config: Config, step: int, *, trained: bool) -> None:

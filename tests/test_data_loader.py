@@ -85,7 +85,14 @@ def planner(ranks: int, mode: str = "auto", tokens_per_rank: int = 120) -> Calla
 
 
 def loader(store: Store, rank: int = 0, ranks: int = 1, **options: object) -> Loader:
-    arguments = {"planner": planner(ranks), "global_tokens": 200, "seed": 3, "max_length": 100, **options}
+    arguments = {
+        "planner": planner(ranks),
+        "global_tokens": 200,
+        "seed": 3,
+        "max_length": 100,
+        "long_documents": "split",
+        **options,
+    }
     return Loader(store, rank=rank, ranks=ranks, **arguments)
 
 

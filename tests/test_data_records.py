@@ -345,7 +345,7 @@ def test_an_interrupted_preparation_goes_on(
     records = [{"messages": [asked, {"role": "assistant", "content": "A " * n, "name": "Bob"}], "id": 1} for n in lengths]
     records[4]["messages"][1]["weight"] = 0
     corpus = open_corpus(str(written(tmp_path, records)))
-    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300}
+    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300, "long_documents": "drop"}
     with pytest.raises(KeyboardInterrupt):
         prepare(corpus, tmp_path / "store", **options, progress=interrupt)
     assert list((tmp_path / "store.partial").glob("data-*.arrow"))

@@ -19,9 +19,11 @@ import pytest
 
 from longctx.cli import main
 from longctx.config import load
+from longctx.data.chat import ChatError
 from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.mixture import make_steps
 from longctx.data.prepare import prepare
-from longctx.data.sampler import Piece
+from longctx.data.sampler import Piece, Sampler, SamplerError
 from longctx.data.store import IGNORED_LABEL, Store
 from longctx.data.tokenizer import TokenizerError
 from longctx.training.data import steps_of_run
@@ -451,3 +453,70 @@ def test_the_order_of_documents_has_a_seed_of_its_own(tmp_path: Path) -> None:
 
     assert order() == order("data.seed=0") == order("data.seed=0", "train.seed=5") != order("data.seed=5")
     assert order("data.seed=5") == order("train.seed=5")
+
+
+# --- documents that are too long
+
+
+def sampler(lengths: Sequence[int], partly: Sequence[bool], **options: Any) -> Sampler:
+    settings: dict[str, Any] = {"global_tokens": 1, "seed": 0, "max_length": 10, **options}
+    return Sampler(np.array(lengths), partly=np.array(partly), **settings)
+
+
+def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
+    """Texts are split, and conversations that fit are no reason to refuse."""
+    assert sampler([25, 9], [False, True]).pieces == 4
+    with pytest.raises(SamplerError, match=r"document '1' has 14 tokens, and 1 of 2 conversations, .* set data\.long_doc"):
+        sampler([25, 14, 9], [False, True, True])
+    assert sampler([25, 14, 9], [False, True, True], long_documents="split").pieces == 6
+    held = np.array([False, True, False])
+    assert sampler([25, 14, 9], [False, True, True], left_out=held).pieces == 4, "what is held out does not count"
+
+
+@pytest.mark.parametrize(("side", "span"), [("truncate_left", (15, 25)), ("truncate_right", (0, 10))])
+def test_long_documents_are_truncated(side: str, span: tuple[int, int]) -> None:
+    subject = sampler([25, 9], [False, True], long_documents=side)
+    assert [(piece.start, piece.stop) for piece in subject.in_order()] == [span, (0, 9)]
+    assert (subject.pieces, subject.dropped, subject.dropped_tokens, subject.longest) == (2, 0, 15, 10)
+    with pytest.raises(SamplerError, match=r"never split or cut: set data\.long_documents to drop"):
+        sampler([25, 9], [True, True], long_documents=side, pairs=True)
+
+
+def test_a_truncated_piece_without_a_target_is_left_out(tmp_path: Path) -> None:
+    """And counted; the store is read as training reads it."""
+    store = made(tmp_path, [{"input_ids": [65] * 40 + IDS, "labels": [-100] * 40 + IDS}, {"input_ids": IDS}])
+    options: dict[str, Any] = {"global_tokens": 1, "seed": 0, "max_length": 8, "held_out_share": 0.0}
+    left, right = (make_steps(store, long_documents=f"truncate_{side}", **options) for side in ("left", "right"))
+    assert isinstance(left, Sampler) and isinstance(right, Sampler)
+    assert (left.pieces, left.without_targets, right.pieces, right.without_targets) == (2, 0, 1, 1)
+    with pytest.raises(SamplerError, match="has 45 tokens, and 1 of 1 conversations"):
+        make_steps(store, long_documents=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("side", "dropped", "truncated", "read"),
+    [("drop", 1, 0, ["short"]), ("truncate_left", 0, 1, ["good" * 9, "short"]), ("truncate_right", 1, 0, ["short"])],
+)
+def test_prepare_has_the_same_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], side: str, dropped: int, truncated: int, read: list[str]
+) -> None:
+    """Cut at its end, the long conversation has no target left, so it is dropped. Texts stay as they are."""
+    short = [{**Q, "content": "q"}, {**GOOD, "content": "short"}]
+    records = [{"messages": [{**Q, "content": "Q" * 300}, {**GOOD, "content": "good" * 9}]}, {"messages": short}]
+    source = write_jsonl(tmp_path / "s.jsonl", [*records, {"text": "x" * 300}])
+    command = ["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store"), "--max-length=120"]
+    assert main(command) == 2
+    assert "s.jsonl:1 has 398 tokens, more than --max-length 120: give --long-documents drop" in capsys.readouterr().err
+    assert main([*command, "--long-documents", side]) == 0
+    told, store = capsys.readouterr().out, Store.open(tmp_path / "store")
+    assert [learnt_text(store, document) for document in range(len(store) - 1)] == read
+    assert ("dropped    1 conversations of more than 120 tokens" in told) == bool(dropped)
+    assert ("truncated  1 conversations to 120 tokens" in told) == bool(truncated)
+    assert store.lengths.max() == 301 and store.lengths[:-1].max() <= 120
+
+
+def test_pairs_are_dropped_but_not_truncated(tmp_path: Path) -> None:
+    with pytest.raises(ChatError, match="the prompt of a pair cannot be cut: give --long-documents drop"):
+        made(tmp_path, [{"prompt": "Q" * 300, "chosen": "a", "rejected": "b"}], max_length=100, long_documents="truncate_left")
+    with pytest.raises(ChatError, match="it must be one of error, drop, truncate_left, truncate_right"):
+        made(tmp_path, [{"messages": [Q, GOOD]}], max_length=100, long_documents="split")

@@ -33,7 +33,7 @@ def dry_run(config: Config, ranks: int) -> None:
         f"model      {format_count(spec.parameters)} parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
         *lines_on(source, pretrained, min(config.max_length(ranks), data.longest)),
-        f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
+        f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents or 'split'}), "
         f"from {config.data.said}",
         *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,

@@ -78,7 +78,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length",
         type=int,
         metavar="N",
-        help="drop conversations of more than N tokens, and report their number (default: keep all)",
+        help="maximum tokens of a conversation (default: keep all)",
+    )
+    parser.add_argument(
+        "--long-documents",
+        choices=("error", "drop", "truncate_left", "truncate_right"),
+        default="error",
+        help="what happens to conversations of more than --max-length tokens; truncate_left keeps the end (default: error)",
     )
     parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
@@ -138,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
             template_variables=variables,
             train_on=arguments.train_on,
             max_length=arguments.max_length,
+            long_documents=arguments.long_documents,
             empty_thoughts=arguments.train_on_empty_thoughts,
             workers=arguments.workers,
             overwrite=arguments.overwrite,
@@ -218,6 +225,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.dropped_documents:
         what = "pairs with a conversation" if manifest.pairs else "conversations"
         yield f"  dropped    {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
+    if manifest.truncated_documents:
+        yield f"  truncated  {manifest.truncated_documents:,} conversations to {manifest.max_length:,} tokens"
     if manifest.useless_pairs:
         yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
     if manifest.untrained_documents:

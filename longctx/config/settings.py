@@ -180,8 +180,9 @@ class DataSection(Section):
     rollouts: AnyPath | None = None
     """file or folder of rollouts, as JSON Lines, Parquet or a saved dataset, instead of a store, for a policy loss: prompts,
     completions and rewards"""
-    long_documents: Literal["split", "drop", "error"] = "split"
-    """treatment of documents longer than max_length; DPO pairs and rollouts cannot be split: use drop or error"""
+    long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = None
+    """treatment of documents longer than max_length; truncate_left keeps the end. DPO pairs and rollouts cannot be cut: use
+    drop or error (null: error for conversations and other documents with tokens without loss, split for the others)"""
     seed: int | None = Field(None, ge=0, le=(1 << 32) - 1)
     """seed of the order of documents (null: train.seed)"""
     max_length: Count | None = None
