@@ -53,6 +53,10 @@ def write(folder: Path, made: list[Record]) -> list[str]:
     """Writes rollouts and a tokenizer of bytes. Returns the settings of a run on them with new weights."""
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made))
     Tokenizer.bytes().save(folder / "tokenizer.json")
+    return settings_in(folder)
+
+
+def settings_in(folder: Path) -> list[str]:
     return [
         "data.store=null",
         f"data.rollouts={folder / 'rollouts.jsonl'}",

@@ -22,7 +22,7 @@ from longctx.data.sampler import SamplerError
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import UserError
 from tests.data_cases import write_jsonl
-from tests.rollout_cases import first_step_twice, one_by_one, records, run, write
+from tests.rollout_cases import first_step_twice, one_by_one, records, run, settings_in, write
 from tests.template_cases import FAMILIES
 from tests.workers import Workers
 
@@ -177,7 +177,8 @@ def test_groups_are_whole_and_in_every_epoch_once(
 def test_a_run_goes_on_bit_by_bit_on_any_number_of_ranks(workers: Workers, tmp_path: Path) -> None:
     def of(name: str, ranks: int, *parts: int) -> list[list[dict[str, Any]]]:
         (folder := tmp_path / name).mkdir()
-        settings = write(folder, records())
+        write(folder, records())
+        settings = settings_in(folder)
         return [workers.run(run, ranks, folder, settings, steps, bool(place)) for place, steps in enumerate(parts)]
 
     ((whole, other),) = of("whole", 2, 4)
@@ -185,8 +186,10 @@ def test_a_run_goes_on_bit_by_bit_on_any_number_of_ranks(workers: Workers, tmp_p
     assert whole["done"] == first["done"] + second["done"] == other["done"]
     assert all(torch.equal(weight, second["weights"][name]) for name, weight in whole["weights"].items())
     ((alone,),) = of("alone", 1, 4)
-    for (documents, loss, norm, reward), (theirs, *numbers) in zip(whole["done"], alone["done"], strict=True):
-        assert documents == theirs and [loss, norm, reward] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    rest = workers.run(run, 1, tmp_path / "parts", settings_in(tmp_path / "parts"), 2, True)[0]["done"]
+    fifth = workers.run(run, 2, tmp_path / "whole", settings_in(tmp_path / "whole"), 2, True)[0]["done"]
+    for (documents, *numbers), (theirs, *others) in zip([*whole["done"], *fifth], [*alone["done"], *rest], strict=True):
+        assert documents == theirs and numbers == pytest.approx(others, rel=1e-4, abs=1e-6)
     assert any(loss for _, loss, *_ in whole["done"])
 
 
@@ -225,6 +228,11 @@ def test_the_command_trains_and_says_what_is_not_used(tmp_path: Path, capfd: pyt
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(GOOD))
     assert main([*words, "--resume", "--train.steps=4"]) == 2
     assert "or its data.rollouts" in capfd.readouterr().err
+
+
+def test_a_divergence_without_a_reference_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(tmp_path, [*write(tmp_path, records()), "policy.kl=0.1"])) == 2
+    assert "has no reference_logps" in capfd.readouterr().err
 
 
 def test_a_policy_loss_without_rollouts_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,11 @@ class RunData:
     def open(cls, config: Config) -> "RunData":
         """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores differ."""
         if config.data.rollouts is not None:
-            return cls(RolloutStore.read_from(config.data.rollouts, rollout_reader(config), scaled=config.policy.scale_rewards))
+            store = RolloutStore.read_from(config.data.rollouts, rollout_reader(config), scaled=config.policy.scale_rewards)
+            if config.policy.kl and store.rollouts.reference_logps is None:
+                problem = f"policy.kl is {config.policy.kl:g}, but {store.path} has no reference_logps"
+                raise UserError(f"{problem}: give them, or set policy.kl to 0")
+            return cls(store)
         opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
         validation = Store.open(config.eval.store) if validated and config.eval.store is not None else None
