@@ -122,8 +122,10 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)
         refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
-    saved_bytes = torch.float32.itemsize + state_bytes(config.optimizer)
-    size = 0 if config.checkpoint.every is None else saved_bytes * spec.trained_parameters
+    size = 0
+    if config.checkpoint.every is not None:
+        trained = spec.trained_parameters
+        size = torch.float32.itemsize * trained + state_bytes(config.optimizer, trained, spec.trained_matrices)
     saved, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )

@@ -16,8 +16,25 @@ from tests.encoder_cases import build_encoder
 from tests.family_cases import build
 
 VALUES = (
-    *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
-    *(["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
+    *(
+        0.3,
+        1,
+        2,
+        True,
+        "x",
+        "auto",
+        "softmax",
+        "full",
+        "tensorwise",
+        "transformers",
+        "rms",
+        "gated",
+        "silu",
+        "rope",
+        "none",
+        "adamw",
+    ),
+    *("adamw", ["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""
 NEEDS = {

@@ -163,6 +163,7 @@ def _rows() -> Iterator[Row]:
     yield from _data()
     yield from _parallelism()
     yield from _experts()
+    yield from _optimizers()
     yield from _speed()
 
 
@@ -245,6 +246,11 @@ def _experts() -> Iterator[Row]:
     no_bias = "the bias of the router is false and the router is not none and model.from_pretrained is"
     yield Row("balance.bias_rate > 0", Where(f"{no_bias} null", ("model.router_bias=true",)), "the router has no bias to move")
     yield Row("balance.bias_rate > 0", Where(f"{no_bias} not null"), "the router has no bias to move")
+
+
+def _optimizers() -> Iterator[Row]:
+    not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
+    yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
 
 
 def _speed() -> Iterator[Row]:

@@ -324,8 +324,11 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW, with linear warm-up and cosine decay of the learning rate"""
+    """optimizer, with linear warm-up and cosine decay of the learning rate"""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
+    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
@@ -335,11 +338,13 @@ class OptimizerSection(Section):
     decay_steps: Count | None = None
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)
-    """decoupled weight decay"""
+    """decoupled weight decay of matrices, embeddings and the head; norms and biases have none"""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
-    """decay rates of the two moments, each in [0, 1)"""
+    """decay rates of AdamW's two moments, each in [0, 1)"""
     eps: float = Field(1e-8, gt=0)
-    """added to the square root of the second moment"""
+    """added to the square root of AdamW's second moment"""
+    momentum: Beta = 0.95
+    """decay rate of Muon's momentum"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 

@@ -32,7 +32,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     """
     config, saved = run.config, run.checkpoint
     passes = Passes(config, mesh, run.source)
-    optimizer = make_optimizer(passes.model, config.optimizer, mesh.device)
+    optimizer = make_optimizer(passes.model, config.optimizer, mesh.device, mesh.stage)
     resumed = saved if run.resumes else None
     max_length = choose_max_length(config, mesh.world_size, resumed, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)

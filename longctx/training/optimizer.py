@@ -1,35 +1,68 @@
-"""AdamW with weight decay on matrices only; the learning rate, a pure function of the step; norm and clipping of gradients."""
+"""The optimizer, with weight decay on matrices only; the learning rate, a pure function of the step; norm and clipping of
+gradients.
+"""
 
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from longctx.config.settings import OptimizerSection
+from longctx.model.protocol import Model
+from longctx.parallel.expert import sparse_layers
+from longctx.training.muon import Muon, is_first_copy
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
-    """Makes AdamW over all trained parameters, without weight decay for norms (one-dimensional). Fused on CUDA."""
-    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}  # fused operations need parameters on the same mesh
+def make_optimizer(
+    model: Model, settings: OptimizerSection, device: torch.device, stage: dist.ProcessGroup | None = None
+) -> torch.optim.Optimizer:
+    """Makes the optimizer of all trained parameters, without weight decay for vectors: norms and biases. Fused on CUDA.
+
+    `stage` is the group of all ranks with the same parameters or parts of them; None: this process alone. Collective for Muon.
+    """
+    matrices = matrices_of(model) if settings.name == "muon" else {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
-    decayed = [
-        {"params": parameters, "weight_decay": settings.weight_decay if is_matrix else 0.0}
-        for (is_matrix, _), parameters in groups.items()
-    ]
-    return torch.optim.AdamW(
-        decayed, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
-    )
+            options = {"weight_decay": settings.weight_decay if parameter.dim() > 1 else 0.0}
+            if parameter in matrices:
+                options["momentum"] = settings.momentum
+            # Fused operations need parameters on the same mesh.
+            group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
+            group["params"].append(parameter)
+    adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    if settings.name == "muon":
+        return Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
+    return torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
 
 
-def state_bytes(settings: OptimizerSection) -> int:
-    """Returns the bytes of optimizer state for every trained parameter: AdamW's two moments, in float32."""
-    return 2 * torch.float32.itemsize
+def matrices_of(model: Model) -> dict[nn.Parameter, int]:
+    """Returns the trained matrices of the blocks, and how many are stacked in each: one, or one per expert.
+
+    Vectors are no matrices, nor are depthwise convolutions, which have a side of 1.
+    """
+    experts = {
+        parameter: layer.gate.shape.num_experts for layer in sparse_layers(model) for parameter in layer.experts.parameters()
+    }
+    return {
+        parameter: experts.get(parameter, parameter.shape[0] if parameter.dim() == 3 else 1)
+        for parameter in model.layers.parameters()
+        if parameter.requires_grad and parameter.dim() in (2, 3) and min(parameter.shape[-2:]) > 1
+    }
+
+
+def state_bytes(settings: OptimizerSection, parameters: int, matrices: int) -> int:
+    """Returns the bytes of optimizer state of `parameters`, of which `matrices` are in matrices of blocks; all in float32.
+
+    AdamW has two moments, Muon one of matrices.
+    """
+    moments = 2 * parameters - (matrices if settings.name == "muon" else 0)
+    return moments * torch.float32.itemsize
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
@@ -61,7 +94,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, n
 @torch.no_grad()
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
     """Returns the sum of squares of this process's parts of tensors sharded over all processes; replicas count once."""
-    counted = [_local(tensor) for tensor in tensors if _is_first_copy(tensor)]
+    counted = [_local(tensor) for tensor in tensors if is_first_copy(tensor)]
     # In float32 a CPU sums naively: over 10⁸ numbers the norm would be 2 % too small.
     squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum() if counted else torch.zeros(())
     return float(squares)
@@ -77,12 +110,3 @@ def norm_of(sums: torch.Tensor) -> float:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_first_copy(gradient: torch.Tensor) -> bool:
-    """Returns True if this rank is the first of the ranks that hold this part of a gradient."""
-    if not isinstance(gradient, DTensor):
-        return True
-    coordinate = gradient.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return not any(place for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate())

@@ -90,7 +90,8 @@ class Trainer:
     def build(cls, config: Config, mesh: Mesh, source: ModelSource, loader: Loader | None = None, **others: Any) -> "Trainer":
         """Makes a trainer of a model with its initial weights; `others` are those of the constructor."""
         passes = Passes(config, mesh, source)
-        return cls(config, mesh, passes, make_optimizer(passes.model, config.optimizer, mesh.device), loader, **others)
+        optimizer = make_optimizer(passes.model, config.optimizer, mesh.device, mesh.stage)
+        return cls(config, mesh, passes, optimizer, loader, **others)
 
     def train(self) -> bool:
         """Runs to the last step. Returns False if a signal stopped the run before, after a checkpoint if the run writes any."""

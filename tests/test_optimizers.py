@@ -1,0 +1,70 @@
+"""Optimizers: the same weights as torch's own on one process, whatever the split; resumed bit by bit."""
+
+from pathlib import Path
+
+import pytest
+
+from longctx.config import load
+from longctx.memory.loads import Load
+from longctx.memory.model import RankMemory
+from longctx.training.run_profile import run_profile
+from tests.optimizer_cases import bytes_of_state, largest_error
+from tests.training_cases import train, train_then_save
+from tests.workers import Workers
+
+EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=24"]
+SPLITS = {
+    "1 rank": (1, []),
+    "3 ranks": (3, []),
+    "replicas": (2, ["parallel.shard_ranks=1"]),
+    "tensor": (2, ["parallel.tensor_parallel_size=2"]),
+    "tensor and domain": (4, ["parallel.tensor_parallel_size=2"]),
+    "pipeline": (2, ["parallel.pipeline_parallel_size=2"]),
+    "experts": (3, EXPERTS),
+    "expert parallel": (2, [*EXPERTS, "parallel.expert_parallel_size=2"]),
+    "expert and tensor parallel": (4, [*EXPERTS, "parallel.expert_parallel_size=2", "parallel.tensor_parallel_size=2"]),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_weights_are_those_of_torch_alone(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
+    ranks, settings = SPLITS[split]
+    settings = [*settings, f"optimizer.name={name}", "optimizer.weight_decay=0.3"]
+    assert max(workers.run(largest_error, ranks, store, tmp_path, settings)) < 1e-6
+
+
+@pytest.mark.parametrize("split", ["3 ranks", "replicas", "expert and tensor parallel"])
+def test_muon_resumes_bit_by_bit(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
+    ranks, settings = SPLITS[split]
+    settings = [*settings, "optimizer.name=muon", "batch.tokens_per_rank=1000"]
+    whole = workers.run(train, ranks, store, tmp_path / "whole", settings, 3)[0]
+    workers.run(train_then_save, ranks, store, tmp_path / "saved", settings, 1)
+    again = workers.run(train, ranks, store, tmp_path / "saved", settings, 2, True)[0]
+    assert [(m.step, m.loss, m.grad_norm) for m in again] == [(m.step, m.loss, m.grad_norm) for m in whole[1:]]
+
+
+def test_muon_continues_on_other_ranks(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """The momentum of the checkpoint is that of whole matrices."""
+    settings = ["optimizer.name=muon", "batch.tokens_per_rank=1500"]
+    workers.run(train_then_save, 1, store, tmp_path, settings, 2)
+    alone, split = (workers.run(train, ranks, store, tmp_path, settings, 2, True)[0] for ranks in (1, 3))
+    assert [m.loss for m in split] == pytest.approx([m.loss for m in alone], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("split", ["1 rank", "experts"])
+def test_memory_of_the_state_is_foretold(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
+    settings = [*SPLITS[split][1], f"optimizer.name={name}", "batch.tokens_per_rank=1500"]
+    actual, expected = workers.run(bytes_of_state, 1, store, tmp_path, settings)[0]
+    assert actual == expected
+
+
+def test_muon_takes_less_state_and_more_time(tmp_path: Path) -> None:
+    configs = {name: load(None, ["model.preset=1b", f"optimizer.name={name}"]) for name in ("adamw", "muon")}
+    adamw, muon = (run_profile(config, 8, 32_000) for config in configs.values())
+    assert muon.profile.step_s > adamw.profile.step_s
+    assert any("Muon's updates take" in line for line in muon.lines)
+    spec, load_ = configs["adamw"].model_source(32_000).spec, Load(1024, 0, 0, 0, 0, 1)
+    adam_memory, muon_memory = (RankMemory(spec, config, 8, load_, True, 0).fixed for config in configs.values())
+    assert 0.5 < muon_memory.optimizer / adam_memory.optimizer < 0.65
