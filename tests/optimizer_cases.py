@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torchao.optim import AdamW8bit
 
 from longctx.config.settings import OptimizerSection
 from longctx.model.experts import Experts
@@ -64,7 +65,8 @@ def torch_alone(before: dict[str, torch.Tensor], counts: dict[str, int], section
             matrices += parameters
         else:
             adamw.append({"params": parameters, "weight_decay": section.weight_decay if parameters[0].dim() > 1 else 0.0})
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, betas=section.betas, eps=section.eps)]
+    kind = AdamW8bit if section.name == "adamw-8bit" else torch.optim.AdamW
+    optimizers: list[torch.optim.Optimizer] = [kind(adamw, betas=section.betas, eps=section.eps)]
     if matrices:
         decay = section.weight_decay
         muon = torch.optim.Muon(matrices, weight_decay=decay, momentum=section.momentum, adjust_lr_fn="match_rms_adamw")
@@ -77,8 +79,9 @@ def torch_alone(before: dict[str, torch.Tensor], counts: dict[str, int], section
                 parameter.grad = part.clone()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
+                group["lr"] = torch.tensor(rate) if isinstance(group["lr"], torch.Tensor) else rate
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
     return {name: torch.cat([part.detach() for part in parameters]) for name, parameters in parts.items()}
 
 

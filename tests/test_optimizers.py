@@ -24,6 +24,9 @@ SPLITS = {
     "expert parallel": (2, [*EXPERTS, "parallel.expert_parallel_size=2"]),
     "expert and tensor parallel": (4, [*EXPERTS, "parallel.expert_parallel_size=2", "parallel.tensor_parallel_size=2"]),
 }
+WIDE = ["model.hidden_size=512", "model.intermediate_size=512", "model.head_dim=128", "model.num_key_value_heads=4"]
+EIGHT_BIT = ["optimizer.name=adamw-8bit", *WIDE, "model.num_hidden_layers=2"]
+"""Rows of whole blocks, also on two tensor ranks."""
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -32,6 +35,22 @@ def test_weights_are_those_of_torch_alone(workers: Workers, store: Path, tmp_pat
     ranks, settings = SPLITS[split]
     settings = [*settings, f"optimizer.name={name}", "optimizer.weight_decay=0.3"]
     assert max(workers.run(largest_error, ranks, store, tmp_path, settings)) < 1e-6
+
+
+@pytest.mark.parametrize("split", ["1 rank", "3 ranks", "tensor", "pipeline", "expert parallel"])
+def test_8_bit_weights_are_those_of_torchao_alone(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
+    ranks, settings = SPLITS[split]
+    wide = ["model.moe_intermediate_size=256"] if "expert" in split else []
+    assert max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *EIGHT_BIT, *wide])) < 1e-6
+
+
+def test_8_bit_resumes_bit_by_bit_and_continues_on_other_ranks(workers: Workers, store: Path, tmp_path: Path) -> None:
+    settings = [*EIGHT_BIT, "batch.tokens_per_rank=1500"]
+    whole = workers.run(train, 2, store, tmp_path / "whole", settings, 3)[0]
+    workers.run(train_then_save, 2, store, tmp_path / "saved", settings, 1)
+    again, alone = (workers.run(train, ranks, store, tmp_path / "saved", settings, 2, True)[0] for ranks in (2, 1))
+    assert [(m.step, m.loss, m.grad_norm) for m in again] == [(m.step, m.loss, m.grad_norm) for m in whole[1:]]
+    assert [m.loss for m in alone] == pytest.approx([m.loss for m in again], rel=1e-5)
 
 
 @pytest.mark.parametrize("split", ["3 ranks", "replicas", "expert and tensor parallel"])

@@ -251,6 +251,8 @@ def _experts() -> Iterator[Row]:
 def _optimizers() -> Iterator[Row]:
     not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
     yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
+    eight_bit = Where("optimizer.name is adamw-8bit", ("optimizer.name=adamw",))
+    yield Row("train.offload_optimizer is true", eight_bit, "8-bit moments stay on the device")
 
 
 def _speed() -> Iterator[Row]:

@@ -78,6 +78,7 @@ def _missing(config: Config) -> Iterator[Problem]:
     for key, value, package, extra in (
         ("lora.rank", config.lora.rank, "peft", "huggingface"),
         ("train.float8", config.train.float8, "torchao", "gpu"),
+        ("optimizer.name", "adamw-8bit" if config.optimizer.name == "adamw-8bit" else None, "torchao", "gpu"),
     ):
         if value is not None and not _installed(package):
             rule = f"this setting needs {package}, which is not installed"

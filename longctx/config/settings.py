@@ -326,9 +326,10 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """optimizer, with linear warm-up and cosine decay of the learning rate"""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
     """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
-    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both"""
+    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by torchao (extra
+    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)

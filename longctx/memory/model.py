@@ -186,7 +186,8 @@ class RankMemory:
         yield self._end_of_backward()
         in_host_memory = self.fused and self.config.train.offload_optimizer
         # Without fused operations, the optimizer needs two temporaries of the largest parameter's size.
-        working = 0 if self.fused else 2 * FLOAT32 * self.weights.largest
+        fused = self.fused and self.config.optimizer.name != "adamw-8bit"
+        working = 0 if fused else 2 * FLOAT32 * self.weights.largest
         if self.config.optimizer.name == "muon":
             working = max(working, muon.working_bytes(self.layer, self.weights.matrices // self.shards))
         yield replace(self.fixed, moment="optimizer", gradients=0 if in_host_memory else self.shard, working=working)

@@ -38,6 +38,11 @@ def make_optimizer(
     adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     if settings.name == "muon":
         return Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
+    if settings.name == "adamw-8bit":
+        from longctx.training.eight_bit import EightBit  # torchao takes seconds, and is in an extra
+
+        eight_bit: torch.optim.Optimizer = EightBit(list(groups.values()), **adamw)
+        return eight_bit
     return torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
 
 
@@ -57,10 +62,12 @@ def matrices_of(model: Model) -> dict[nn.Parameter, int]:
 
 
 def state_bytes(settings: OptimizerSection, parameters: int, matrices: int) -> int:
-    """Returns the bytes of optimizer state of `parameters`, of which `matrices` are in matrices of blocks; all in float32.
+    """Returns the bytes of optimizer state of `parameters`, of which `matrices` are in matrices of blocks.
 
-    AdamW has two moments, Muon one of matrices.
+    AdamW has two moments in float32, or in 8 bits with a scale per block; Muon has one of matrices.
     """
+    if settings.name == "adamw-8bit":
+        return 2 * (parameters + parameters * torch.float32.itemsize // 256)
     moments = 2 * parameters - (matrices if settings.name == "muon" else 0)
     return moments * torch.float32.itemsize
 
@@ -80,8 +87,9 @@ def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of all groups."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
 
 
 @torch.no_grad()

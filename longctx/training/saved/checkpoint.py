@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -242,9 +243,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
     """Returns weights and optimizer state; of a partly frozen model only the trained weights."""
     new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
-    if new:  # torch has made its state by a step with gradients of zero, which counts
+    if new:  # torch has made its state by a step with gradients of zero, which leaves moments at zero, but counts
         for value in (value for values in optimizer.state.values() for value in values.values()):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not value.dim():
                 value.zero_()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) < len(list(model.parameters())):
@@ -254,7 +255,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 def _moments(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the optimizer's state that is saved: settings of the optimizer are those of the run."""
-    return {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
+    moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
+    if "torchao.optim" in sys.modules:
+        from longctx.training.eight_bit import plain
+
+        return plain(moments)
+    return moments
 
 
 def _load(state: dict[str, Any], folder: Path, purpose: str, group: dist.ProcessGroup | None) -> None:
