@@ -26,7 +26,7 @@ from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import attention_requests, join_run
-from longctx.training.checks import check_export, check_model, check_pairs, check_vocabulary
+from longctx.training.checks import changes_of_optimizer, check_export, check_model, check_pairs, check_vocabulary
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import state_bytes
@@ -133,9 +133,10 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
         saved, more = checkpoint.to_continue(continued, config.train.steps)
         damaged += more
     run = replace(run, checkpoint=saved)
+    changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
     check_export(config, saved if run.resumes else None)
     if run.launch.rank == 0:
-        for sentence in damaged + _notes(config, run.device):
+        for sentence in damaged + changes + _notes(config, run.device):
             print(f"longctx train: {sentence}", file=sys.stderr)
     return run
 
@@ -157,7 +158,7 @@ def _notes(config: Config, device: torch.device) -> list[str]:
         notes.append("offloading has no effect: on a CPU everything is in host memory already")
     if on_gpu and config.dtype == "float32":
         notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
-    if config.optimizer.warmup_steps > config.schedule_steps:
+    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps > config.schedule_steps:
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
     if config.dpo.beta is not None and config.data.merge_prefixes is None:

@@ -34,7 +34,7 @@ VALUES = (
         "none",
         "adamw",
     ),
-    *("adamw", ["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
+    *("adamw", "cosine", ["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""
 NEEDS = {

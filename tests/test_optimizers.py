@@ -1,12 +1,18 @@
 """Optimizers: the same weights as torch's own on one process, whatever the split; resumed bit by bit."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longctx.config import load
+from longctx.config.settings import OptimizerSection
+from longctx.errors import UserError
 from longctx.memory.loads import Load
 from longctx.memory.model import RankMemory
+from longctx.training.checks import changes_of_optimizer
+from longctx.training.optimizer import learning_rate
 from longctx.training.run_profile import run_profile
 from tests.optimizer_cases import bytes_of_state, largest_error
 from tests.training_cases import train, train_then_save
@@ -87,3 +93,45 @@ def test_muon_takes_less_state_and_more_time(tmp_path: Path) -> None:
     spec, load_ = configs["adamw"].model_source(32_000).spec, Load(1024, 0, 0, 0, 0, 1)
     adam_memory, muon_memory = (RankMemory(spec, config, 8, load_, True, 0).fixed for config in configs.values())
     assert 0.5 < muon_memory.optimizer / adam_memory.optimizer < 0.65
+
+
+def rates(steps: int = 10, **settings: Any) -> list[float]:
+    section = OptimizerSection(learning_rate=2.0, min_learning_rate_ratio=0.1, **settings)
+    return [learning_rate(step, steps, section) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1.0] * 8),
+        ("linear", [0.1 + 0.9 * (1 - step / 8) for step in range(1, 9)]),
+        ("cosine", [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(1, 9)]),
+        ("wsd", [1.0] * 4 + [0.1 + 0.9 * (1 - step / 4) for step in range(1, 5)]),
+        ("inverse_sqrt", [math.sqrt(2 / step) for step in range(3, 11)]),
+    ],
+)
+def test_schedules_follow_their_formulas(schedule: str, expected: list[float]) -> None:
+    more = {"decay_share": 0.4} if schedule == "wsd" else {}
+    every = rates(warmup_steps=2, schedule=schedule, **more)
+    assert every == pytest.approx([2.0 * factor for factor in [0.5, 1.0, *expected]])
+    assert every == rates(warmup_steps=7, warmup_ratio=0.2, schedule=schedule, **more)
+
+
+def test_shapes_of_decay() -> None:
+    for shape, middle in (("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))):
+        every = rates(warmup_steps=0, schedule="wsd", decay_share=0.4, decay_shape=shape)
+        assert every[5] == 2.0 and every[7] == pytest.approx(2 * (0.1 + 0.9 * middle)) and every[9] == pytest.approx(0.2)
+    assert rates(warmup_steps=0, schedule="wsd", decay_share=0.0) == [2.0] * 10
+    assert min(rates(10_000, warmup_steps=4, schedule="inverse_sqrt")) == 0.2
+
+
+def test_a_resumed_run_may_change_its_schedule_but_not_its_optimizer(tmp_path: Path) -> None:
+    before = load(None, ["optimizer.schedule=wsd", "train.steps=100"])
+    (tmp_path / "config.yaml").write_text(before.to_yaml())
+    changed = load(None, ["optimizer.schedule=linear", "train.steps=200"])
+    assert changes_of_optimizer(before, tmp_path, resumes=True) == []
+    (note,) = changes_of_optimizer(changed, tmp_path, resumes=True)
+    assert note == "resumed with other settings: train.steps is 200, was 100; optimizer.schedule is linear, was wsd"
+    assert changes_of_optimizer(changed, tmp_path, resumes=False) == []
+    with pytest.raises(UserError, match=r"optimizer.name is muon, but checkpoints of .* have the moments of adamw"):
+        changes_of_optimizer(load(None, ["optimizer.name=muon"]), tmp_path, resumes=False)

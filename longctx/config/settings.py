@@ -324,7 +324,7 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """optimizer, with linear warm-up and cosine decay of the learning rate"""
+    """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
 
     name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
     """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
@@ -332,10 +332,19 @@ class OptimizerSection(Section):
     `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate"""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """learning rate after the warm-up; linear, cosine: decay to the end; wsd: constant, then decay (warm-up, stable, decay);
+    inverse_sqrt: peak · √(warm-up / step)"""
+    decay_share: float = Field(0.2, ge=0, le=1)
+    """share of the whole schedule in which wsd decays, at its end"""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """how wsd decays; sqrt: by 1 - √progress"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
-    """final learning rate as a share of the peak"""
+    """final learning rate as a share of the peak, of inverse_sqrt the least"""
     warmup_steps: int = Field(10, ge=0, le=LARGEST)
     """steps until the learning rate reaches its peak"""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """the same as a share of the whole schedule, which then replaces warmup_steps (null: warmup_steps)"""
     decay_steps: Count | None = None
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from longctx.config import Config
+from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
 from longctx.data.manifest import TOKENIZER
 from longctx.data.pretrained import Pretrained
@@ -11,6 +12,7 @@ from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
 from longctx.model.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec
+from longctx.safe_yaml import parse, read_text
 from longctx.training.data import RunData, make_masking
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.export import check_place
@@ -106,3 +108,26 @@ def check_family(config: Config) -> None:
     if config.model.from_pretrained is None:
         sizes = config.model.sizes()
         expressed(sizes.model_copy(update={"vocab_size": sizes.vocab_size or 256}), longest=1)  # no family depends on it
+
+
+def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[str]:
+    """Returns a note if a run that `resumes` has another optimizer section or number of steps than before.
+
+    Raises UserError if the checkpoints of `run` have the moments of another optimizer.
+    """
+    path = run / "config.yaml"
+    before = (parse(read_text(path)) or {}) if path.is_file() else {}
+    name = before.get("optimizer", {}).get("name", "adamw")
+    if path.is_file() and name != config.optimizer.name:
+        raise UserError(
+            f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to {name}, or "
+            "start a new run from an export of that one"
+        )
+    changes = []
+    for setting in ("train.steps", *(f"optimizer.{key}" for key in type(config.optimizer).model_fields)):
+        section, key = setting.split(".")
+        value = plain(getattr(getattr(config, section), key))
+        former = before.get(section, {}).get(key, value)
+        if former != value:
+            changes.append(f"{setting} is {yaml_text(value)}, was {yaml_text(former)}")
+    return [f"resumed with other settings: {'; '.join(changes)}"] if changes and resumes else []

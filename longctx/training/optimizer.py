@@ -3,7 +3,7 @@ gradients.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,18 +72,33 @@ def state_bytes(settings: OptimizerSection, parameters: int, matrices: int) -> i
     return moments * torch.float32.itemsize
 
 
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""Shapes of decay, from 1 to 0 while progress goes from 0 to 1."""
+
+
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
-    """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then cosine decay.
+    """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then the schedule.
 
     A warm-up longer than the run is shortened to it.
     """
-    warmup = min(settings.warmup_steps, steps)
+    peak, ratio, schedule = settings.learning_rate, settings.min_learning_rate_ratio, settings.schedule
+    warmup = settings.warmup_steps if settings.warmup_ratio is None else round(settings.warmup_ratio * steps)
+    warmup = min(warmup, steps)
     if step <= warmup:
-        return settings.learning_rate * step / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    ratio = settings.min_learning_rate_ratio
-    return settings.learning_rate * (ratio + (1 - ratio) * cosine)
+        return peak * step / warmup
+    if schedule == "constant":
+        return peak
+    if schedule == "inverse_sqrt":
+        return peak * max(ratio, math.sqrt(max(1, warmup) / step))
+    begin, decay = warmup, DECAYS[settings.decay_shape if schedule == "wsd" else schedule]
+    if schedule == "wsd":
+        begin = max(warmup, steps - round(settings.decay_share * steps))
+    progress = (step - begin) / max(1, steps - begin)
+    return peak * (ratio + (1 - ratio) * decay(min(1.0, max(0.0, progress))))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
