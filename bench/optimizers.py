@@ -1,8 +1,8 @@
 """Loss of the quick start after 100 steps with AdamW and with Muon, on the same tokens in the same order.
 
-Each optimizer trains examples/quickstart.yaml, at its learning rate, from the same weights, on one CPU process, with --tokens a
-step (16,384 in the quick start) from documents that are not longer than --longest. Not measured: other learning rates and seeds,
-larger models, GPUs.
+Each optimizer trains examples/quickstart.yaml, at its learning rate, from the same weights, on one CPU process, with --tokens
+a step (16,384 in the quick start) from documents that are not longer than --longest. Not measured: other learning rates and
+seeds, larger models, GPUs.
 """
 
 import json

@@ -26,7 +26,7 @@ from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import attention_requests, join_run
-from longctx.training.checks import changes_of_optimizer, check_export, check_model, check_pairs, check_vocabulary
+from longctx.training.checks import changes_of_optimizer, check_export, check_groups, check_model, check_pairs, check_vocabulary
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import state_bytes
@@ -118,6 +118,7 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
             compile_variants(config.context.kernel, request, heads, window=layer.window is not None)
     check_vocabulary(config, spec)
     check_model(config, run.data, run.source, run.launch.world_size)
+    check_groups(config, run.source)
     check_pairs(config, run.data)
     if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)

@@ -61,7 +61,11 @@ def torch_alone(before: dict[str, torch.Tensor], counts: dict[str, int], section
     adamw: list[dict[str, Any]] = []
     matrices = []
     for name, parameters in parts.items():
-        if section.name == "muon" and name.startswith("layers.") and parameters[0].dim() == 2:
+        grouped = next((group for group in section.groups if group.match in name), None)
+        if grouped is not None:  # of these tests all have both, and are no matrices of blocks
+            more = {"ratio": grouped.learning_rate_ratio, "weight_decay": grouped.weight_decay}
+            adamw.append({"params": parameters, **more})
+        elif section.name == "muon" and name.startswith("layers.") and parameters[0].dim() == 2:
             matrices += parameters
         else:
             adamw.append({"params": parameters, "weight_decay": section.weight_decay if parameters[0].dim() > 1 else 0.0})
@@ -79,7 +83,8 @@ def torch_alone(before: dict[str, torch.Tensor], counts: dict[str, int], section
                 parameter.grad = part.clone()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = torch.tensor(rate) if isinstance(group["lr"], torch.Tensor) else rate
+                own = rate * group.get("ratio", 1.0)
+                group["lr"] = torch.tensor(own) if isinstance(group["lr"], torch.Tensor) else own
             with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
     return {name: torch.cat([part.detach() for part in parameters]) for name, parameters in parts.items()}

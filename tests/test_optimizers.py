@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from longctx.config import load
+from longctx.config import ConfigError, load
 from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.memory.loads import Load
 from longctx.memory.model import RankMemory
-from longctx.training.checks import changes_of_optimizer
+from longctx.training.checks import changes_of_optimizer, check_groups
 from longctx.training.optimizer import learning_rate
 from longctx.training.run_profile import run_profile
 from tests.optimizer_cases import bytes_of_state, largest_error
@@ -135,3 +135,23 @@ def test_a_resumed_run_may_change_its_schedule_but_not_its_optimizer(tmp_path: P
     assert changes_of_optimizer(changed, tmp_path, resumes=False) == []
     with pytest.raises(UserError, match=r"optimizer.name is muon, but checkpoints of .* have the moments of adamw"):
         changes_of_optimizer(load(None, ["optimizer.name=muon"]), tmp_path, resumes=False)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("split", ["3 ranks", "pipeline", "tensor"])
+def test_groups_have_their_own_rates_and_decay(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
+    ranks, settings = SPLITS[split]
+    embeddings, norms = "learning_rate_ratio: 0.3, weight_decay: 0.7", "learning_rate_ratio: 2.0, weight_decay: 0.1"
+    groups = f"[{{match: embed, {embeddings}}}, {{match: norm, {norms}}}]"
+    settings = [*settings, f"optimizer.name={name}", f"optimizer.groups={groups}"]
+    assert max(workers.run(largest_error, ranks, store, tmp_path, settings)) < 1e-6
+
+
+def test_groups_are_checked_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        load(None, ["optimizer.groups=[{match: '('}]"])
+    with pytest.raises(ConfigError, match=r"optimizer\.groups"):
+        load(None, ["optimizer.groups=[{learning_rate_ratio: 2.0}]"])
+    unused = load(None, ["model.vocab_size=300", "optimizer.groups=[{match: norm}, {match: input_layernorm}]"])
+    with pytest.raises(UserError, match="has match input_layernorm, which no trained parameter has"):
+        check_groups(unused, unused.model_source())

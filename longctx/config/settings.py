@@ -323,6 +323,14 @@ class TrainSection(Section):
     """auto: cuda if available, otherwise cpu"""
 
 
+class ParameterGroup(Section):
+    """parameters with settings of their own"""
+
+    match: str = Field(min_length=1)
+    learning_rate_ratio: float = Field(1.0, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
 class OptimizerSection(Section):
     """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
 
@@ -349,6 +357,10 @@ class OptimizerSection(Section):
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)
     """decoupled weight decay of matrices, embeddings and the head; norms and biases have none"""
+    groups: list[ParameterGroup] = []
+    """parameters with another learning rate or weight decay: [{match: "embed|lm_head", learning_rate_ratio: 0.5, weight_decay:
+    0.0}]; match is a regular expression that is searched in names such as layers.0.self_attn.q_proj.weight; the first group
+    that matches counts"""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     """decay rates of AdamW's two moments, each in [0, 1)"""
     eps: float = Field(1e-8, gt=0)

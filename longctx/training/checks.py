@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from longctx.config import Config
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
@@ -14,6 +16,7 @@ from longctx.model.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
 from longctx.training.data import RunData, make_masking
+from longctx.training.optimizer import group_of
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.export import check_place
 
@@ -59,6 +62,22 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
         make_masking(config, data.store, config.train.seed)
     source.check_length(min(config.max_length(ranks), data.longest))
+
+
+def check_groups(config: Config, source: ModelSource) -> None:
+    """Raises UserError if a group of the optimizer matches no trained parameter that an earlier one leaves."""
+    if not config.optimizer.groups:
+        return
+    with torch.device("meta"):
+        model = source.build()
+    groups = [group_of(name, config.optimizer) for name, weight in model.named_parameters() if weight.requires_grad]
+    for group in config.optimizer.groups:
+        if not any(group is other for other in groups):
+            names = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+            raise UserError(
+                f"optimizer.groups has match {group.match}, which no trained parameter has that is in no earlier group: "
+                f"omit it, or correct it for names such as {names}"
+            )
 
 
 def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:
@@ -120,8 +139,8 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
     name = before.get("optimizer", {}).get("name", "adamw")
     if path.is_file() and name != config.optimizer.name:
         raise UserError(
-            f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to {name}, or "
-            "start a new run from an export of that one"
+            f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to "
+            f"{name}, or start a new run from an export of that one"
         )
     changes = []
     for setting in ("train.steps", *(f"optimizer.{key}" for key in type(config.optimizer).model_fields)):

@@ -3,6 +3,7 @@ gradients.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from longctx.config.settings import OptimizerSection
+from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
 from longctx.parallel.expert import sparse_layers
 from longctx.training.muon import Muon, is_first_copy
@@ -26,10 +27,14 @@ def make_optimizer(
     """
     matrices = matrices_of(model) if settings.name == "muon" else {}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            chosen = group_of(name, settings)
+            decay = settings.weight_decay if parameter.dim() > 1 else 0.0
+            if chosen is not None and chosen.weight_decay is not None:
+                decay = chosen.weight_decay
+            options = {"weight_decay": decay, "learning_rate_ratio": 1.0 if chosen is None else chosen.learning_rate_ratio}
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            options = {"weight_decay": settings.weight_decay if parameter.dim() > 1 else 0.0}
             if parameter in matrices:
                 options["momentum"] = settings.momentum
             # Fused operations need parameters on the same mesh.
@@ -44,6 +49,11 @@ def make_optimizer(
         eight_bit: torch.optim.Optimizer = EightBit(list(groups.values()), **adamw)
         return eight_bit
     return torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
+
+
+def group_of(name: str, settings: OptimizerSection) -> ParameterGroup | None:
+    """Returns the first group of the settings that matches the name of a parameter."""
+    return next((group for group in settings.groups if re.search(group.match, name)), None)
 
 
 def matrices_of(model: Model) -> dict[nn.Parameter, int]:
@@ -102,9 +112,10 @@ def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of all groups."""
+    """Sets the learning rate of all groups, each times its ratio."""
     for group in optimizer.param_groups:
-        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+        own = rate * group["learning_rate_ratio"]
+        group["lr"] = torch.full_like(group["lr"], own) if isinstance(group["lr"], torch.Tensor) else own
 
 
 @torch.no_grad()
