@@ -15,6 +15,7 @@ from longctx.attention.kernels import choose_kernel
 from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config, check
 from longctx.config.combinations import why_apart
+from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
@@ -159,6 +160,8 @@ def _notes(config: Config, device: torch.device) -> list[str]:
     if config.optimizer.warmup_steps > config.schedule_steps:
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
+    if config.policy.loss is not None and config.optimizer.learning_rate == OptimizerSection().learning_rate:
+        notes.append(f"optimizer.learning_rate is {config.optimizer.learning_rate:g}, and policy gradients mostly take 1e-6")
     if config.dpo.beta is not None and config.data.merge_prefixes is None:
         notes += [f"data.merge_prefixes is off, as it is {problem.rule}" for problem in why_apart(config)[:1]]
     return notes

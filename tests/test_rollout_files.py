@@ -225,6 +225,10 @@ def test_the_command_trains_and_says_what_is_not_used(tmp_path: Path, capfd: pyt
     model = tmp_path / "run" / "model"
     assert (model / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     assert main([*words, "--resume", "--train.steps=3"]) == 0
+    another = [*arguments(tmp_path / "b", write(tmp_path, records(5))), "--train.steps=5", "--continue", str(tmp_path / "run")]
+    assert main(another) == 0
+    said = capfd.readouterr()
+    assert "of 5 groups" in said.out and "step 4 loss" in said.out and "policy gradients mostly take 1e-6" in said.err
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(GOOD))
     assert main([*words, "--resume", "--train.steps=4"]) == 2
     assert "or its data.rollouts" in capfd.readouterr().err
