@@ -17,14 +17,19 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from longctx.data.formats import PAIRS, Document
+from longctx.data.chat import ChatError
+from longctx.data.formats import PAIRS, Document, columns_of, parse_record
+from longctx.data.messages import FormatError
 from longctx.data.readers import (
     BYTE_ORDER_MARK,
     READERS,
+    Columns,
     CorpusError,
     Reader,
+    Record,
     read_dataset,
     read_jsonl,
     read_parquet,
@@ -144,17 +149,29 @@ class Corpus:
 
     def _records(self, counts: SourceCounts) -> Iterator[list[Document]]:
         """Yields the documents of every record; an empty list for a pair without a preference."""
+        columns = partial(columns_of, text_column=self.text_column)
+        for record in self.records(columns):
+            if isinstance(record, Record):
+                yield self._documents(record)
+            elif (text := read_text(record)) is not None:
+                yield [Document(self._name(record), record.stat().st_size, text)]
+            else:
+                counts.not_text.append(self._name(record))
+
+    def records(self, columns: Columns) -> Iterator[Record | Path]:
+        """Yields every record, and the path of every file that is one text; of tables, the columns that `columns` chooses."""
         if self.kind == "dataset":
-            yield from read_dataset(self.root, self.text_column, self.bytes)
+            yield from read_dataset(self.root, columns, self.bytes)
             return
         for file in self.files:
-            name = self._name(file)
-            if (reader := self._reader(file)) is not None:
-                yield from reader(file, name, self.text_column)
-            elif (text := read_text(file)) is not None:
-                yield [Document(name, file.stat().st_size, text)]
-            else:
-                counts.not_text.append(name)
+            reader = self._reader(file)
+            yield from [file] if reader is None else reader(file, self._name(file), columns)
+
+    def _documents(self, record: Record) -> list[Document]:
+        try:
+            return parse_record(record.values, record.name, record.source_bytes, self.text_column)
+        except (FormatError, ChatError) as error:
+            raise CorpusError(f"{record.where}: {error}") from error
 
     def _reader(self, file: Path) -> Reader | None:
         """Returns what reads the records of a file; None: it is one text."""

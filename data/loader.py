@@ -23,7 +23,8 @@ from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
 _WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same order, or start a new run",
+    "fingerprint": "give the data.store that the run began with, or its data.rollouts, or all of data.stores in the same "
+    "order, or start a new run",
     "mix": "give the weights or epochs of data.stores that the run began with",
     "seed": "set train.seed to the run's value",
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
@@ -56,6 +57,7 @@ class Loader(Iterator[StepBatch]):
         masking: masks of an encoder's tokens (None: labels are next tokens).
         ahead: number of later tokens to read for every token, for multi-token prediction.
         merging: merges the documents of a step that begin alike; None: they stay apart.
+        complete: adds to a batch what an objective needs besides; None: nothing.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
@@ -76,6 +78,7 @@ class Loader(Iterator[StepBatch]):
         masking: Masking | None = None,
         ahead: int = 0,
         merging: Merging | None = None,
+        complete: Callable[[StepBatch, Sequence[Piece]], StepBatch] | None = None,
     ) -> None:
         self._make_steps = partial(
             make_steps,
@@ -99,7 +102,7 @@ class Loader(Iterator[StepBatch]):
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self.planner, self.merging = planner, merging
+        self.planner, self.merging, self._complete = planner, merging, complete
         self._pad_to_multiple_of = pad_to_multiple_of
         self._masking = masking
         self._later = ahead
@@ -217,7 +220,8 @@ class Loader(Iterator[StepBatch]):
         if plan.ranks != self._ranks:
             raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
         options = (self._pad_to_multiple_of, self._masking, self._later)
-        return read_step(self._store, pieces, plan, self._rank, step, *options, merged), next_cursor
+        batch = read_step(self._store, pieces, plan, self._rank, step, *options, merged)
+        return (batch if self._complete is None else self._complete(batch, pieces)), next_cursor
 
 
 def _identity_of(store: Store) -> dict[str, Any]:

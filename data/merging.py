@@ -29,17 +29,21 @@ class Merging:
 
     def of(self, store: Store, pieces: Sequence[Piece]) -> Merged | None:
         """Returns the documents that the pieces of a step are merged to; None if no two of them are. Reads all pieces."""
-        sequences, labels = [], list[Ids]()
+        sequences, labels = list[Ids](), list[Ids]()
         for piece in pieces:
             tokens, trained = store.tokens(piece.document, piece.start, piece.stop)
             sequences.append(tokens)
             labels.append(np.where(trained, tokens, IGNORED_LABEL))
+        return self.merge(sequences, labels, [number // 2 for number in range(len(pieces))] if store.pairs else None)
+
+    def merge(self, sequences: Sequence[Ids], labels: Sequence[Ids], groups: Sequence[int] | None = None) -> Merged | None:
+        """Returns the documents that sequences are merged to; None if no two of them are. Arguments as in `merge_prefixes`."""
         merged = merge_prefixes(
             sequences,
             labels,
             most_tokens=self.most_tokens,
             tokens_per_rank=self.tokens_per_rank,
             least_shared=sum(map(len, sequences)) // (LEAST_SHARE * len(sequences)),
-            groups=[number // 2 for number in range(len(pieces))] if store.pairs else None,
+            groups=groups,
         )
         return merged if merged.trees else None

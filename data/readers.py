@@ -1,6 +1,6 @@
-"""Readers: the documents of one file or data set, by its ending.
+"""Readers: the records of one file or data set, by its ending.
 
-Every reader yields the documents of record after record (see `longctx.data.formats`). Errors name file and line, row or record.
+Of tables, they read the columns that `columns` chooses of their names. Errors name file and line, row or record.
 """
 
 import csv
@@ -10,10 +10,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from longctx.data.chat import ChatError
-from longctx.data.formats import Document, columns_of, parse_record
 from longctx.data.messages import FormatError, parse_json, without_nulls
 from longctx.errors import UserError, brief
 
@@ -24,6 +22,26 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 class CorpusError(UserError):
     """A source that is missing, empty or malformed."""
+
+
+class Record(NamedTuple):
+    """A record of a source.
+
+    Attributes:
+        values: values by key; those of columns that are not read are `...`.
+        name: place in the source.
+        where: path of the file, and line, row or record there, for messages.
+        source_bytes: its share of the source's bytes.
+    """
+
+    values: dict[str, Any]
+    name: str
+    where: str
+    source_bytes: float
+
+
+Columns = Callable[[list[str]], list[str]]
+"""Returns the columns of a table to read. Raises FormatError if they contain nothing to read."""
 
 
 def read_text(file: Path) -> str | None:
@@ -37,7 +55,7 @@ def read_text(file: Path) -> str | None:
         return None
 
 
-def read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
@@ -51,10 +69,10 @@ def read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Docum
                 raise CorpusError(f"{file}:{number}: {error}") from error
             if not isinstance(record, dict):
                 raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
-            yield _documents(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
+            yield Record(record, f"{name}:{number}", f"{file}:{number}", len(line))
 
 
-def _read_json(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
     text = _decoded(file)
     try:
@@ -65,26 +83,26 @@ def _read_json(file: Path, name: str, column: str | None) -> Iterator[list[Docum
             parse_json(first)
         except FormatError:
             raise CorpusError(f"{file}: {error}") from error
-        yield from read_jsonl(file, name, column)
+        yield from read_jsonl(file, name, columns)
         return
     others: dict[str, Any] = {}
     if isinstance(content, dict):
-        content, others = _records_in(content, column, file)
+        content, others = _records_in(content, columns, file)
     if not isinstance(content, list):
         raise CorpusError(f"{file} is a {type(content).__name__}: it must be a list of records, one record, or JSON Lines")
     for number, record in enumerate(content, start=1):
         if not isinstance(record, dict):
             raise CorpusError(f'{file}, record {number}: it must be an object such as {{"text": ".."}}')
         share = file.stat().st_size / len(content)
-        yield _documents({**others, **record}, f"{name}:{number}", f"{file}, record {number}", column, share)
+        yield Record({**others, **record}, f"{name}:{number}", f"{file}, record {number}", share)
         others = {}
 
 
-def _records_in(content: dict[str, Any], column: str | None, file: Path) -> tuple[list[Any], dict[str, Any]]:
+def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[list[Any], dict[str, Any]]:
     """Returns the records of an object (itself, or those of its only list of objects) and its other keys, as not used."""
     lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     try:
-        columns_of(list(content), column)
+        columns(list(content))
     except FormatError as error:
         if len(lists) != 1:
             several = f"has several lists of records, {', '.join(lists)}: put each into a file of its own"
@@ -93,7 +111,7 @@ def _records_in(content: dict[str, Any], column: str | None, file: Path) -> tupl
     return [content], {}
 
 
-def _read_csv(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
     stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
@@ -106,12 +124,12 @@ def _read_csv(file: Path, name: str, column: str | None) -> Iterator[list[Docume
     if len(set(names)) < len(names) or (len(names) == 1 and re.search("[;\t]", names[0])):
         rule = "columns must have different names, and be separated by commas (.tsv: by tabs)"
         raise CorpusError(f"{file} has the columns {', '.join(names)}: {rule}")
-    _columns(names, column, str(file))
+    _columns(names, columns, str(file))
     for number, row in enumerate(rows):
         if None in row or None in row.values():
             raise CorpusError(f"{file}, row {number}: it must have {len(names)} cells, as the header has")
         row = {key: _cell(key, cell) for key, cell in row.items()}
-        yield _documents(row, f"{name}:{number}", f"{file}, row {number}", column, file.stat().st_size / len(rows))
+        yield Record(row, f"{name}:{number}", f"{file}, row {number}", file.stat().st_size / len(rows))
 
 
 def _cell(key: str, cell: str) -> Any:
@@ -131,19 +149,19 @@ def _decoded(file: Path) -> str:
         raise CorpusError(f"{file}: not UTF-8 at byte {error.start}") from error
 
 
-def read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+def read_parquet(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
     row = 0
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        names = _columns(table.schema_arrow.names, column, str(file))
+        names = _columns(table.schema_arrow.names, columns, str(file))
         unread = dict.fromkeys(set(table.schema_arrow.names) - set(names), ...)  # so that records count them as not used
         share = file.stat().st_size / max(1, table.metadata.num_rows)
         for batch in table.iter_batches(batch_size=256, columns=names):
             for record in batch.to_pylist():
-                yield _documents(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", column, share)
+                yield Record(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", share)
                 row += 1
     except UserError:
         raise
@@ -152,15 +170,15 @@ def read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Doc
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 
-def read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[Document]]:
+def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
     import datasets
 
     try:
         dataset = datasets.load_from_disk(str(folder))
-        rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
+        rows = dataset.select_columns(_columns(dataset.column_names, columns, str(folder)))
         unread = dict.fromkeys(set(dataset.column_names) - set(rows.column_names), ...)
         for row, record in enumerate(rows):
-            yield _documents(_row(record) | unread, f"row:{row}", f"{folder}, row {row}", column, size / len(rows))
+            yield Record(_row(record) | unread, f"row:{row}", f"{folder}, row {row}", size / len(rows))
     except UserError:
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
@@ -174,21 +192,14 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
     return {key: without_nulls(value) for key, value in record.items()}
 
 
-def _columns(names: list[str], column: str | None, where: str) -> list[str]:
+def _columns(names: list[str], columns: Columns, where: str) -> list[str]:
     try:
-        return columns_of(names, column)
+        return columns(names)
     except FormatError as error:
         raise CorpusError(f"{where}: {error}") from error
 
 
-def _documents(record: dict[str, Any], name: str, where: str, column: str | None, source_bytes: float) -> list[Document]:
-    try:
-        return parse_record(record, name, source_bytes, column)
-    except (FormatError, ChatError) as error:
-        raise CorpusError(f"{where}: {error}") from error
-
-
-Reader = Callable[[Path, str, str | None], Iterator[list[Document]]]
+Reader = Callable[[Path, str, Columns], Iterator[Record]]
 READERS: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,

@@ -100,20 +100,23 @@ def _check_settings(global_tokens: int, seed: int, max_length: int, long_documen
         raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
 
 
-def _check_long(
+def check_long(
     lengths: npt.NDArray[np.int64],
     taken: npt.NDArray[np.bool_],
     count: int,
     max_length: int,
     long_documents: str,
     name: Callable[[int], str],
-    pairs: bool,
+    unsplit: tuple[str, str, str] | None,
 ) -> None:
-    """Raises SamplerError if `count` documents are too long and may not be."""
-    if pairs and long_documents == "split":
+    """Raises SamplerError if `count` documents are too long and may not be.
+
+    `unsplit`: words for documents that are never split, for these with a verb, and for what drop does; None: all may be.
+    """
+    if unsplit is not None and long_documents == "split":
         raise SamplerError(
-            f"{count} documents of preference pairs have more than the {max_length:,} tokens that fit, and pairs are "
-            "never split: set data.long_documents to drop, which drops whole pairs, raise data.max_length, or use more "
+            f"{count} {unsplit[0]} have more than the {max_length:,} tokens that fit, and {unsplit[1]} "
+            f"never split: set data.long_documents to drop, {unsplit[2]}, raise data.max_length, or use more "
             "ranks or more batch.tokens_per_rank"
         )
     if long_documents == "error":
@@ -184,7 +187,8 @@ class Sampler:
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
         if self.long:
-            _check_long(lengths, taken, self.long, max_length, long_documents, name, pairs)
+            unsplit = ("documents of preference pairs", "pairs are", "which drops whole pairs") if pairs else None
+            check_long(lengths, taken, self.long, max_length, long_documents, name, unsplit)
         if pairs:
             is_long = np.repeat(is_long.reshape(-1, 2).any(axis=1), 2)
         documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)

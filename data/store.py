@@ -72,19 +72,22 @@ class Store:
     """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for several.
 
     Attributes:
-        path, manifest: path and manifest of the store, or of the first of several.
+        path, manifest: path and manifest of the store, or of the first of several; rollouts have no manifest.
         sources: the stores that this one consists of; a single store has itself.
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
         trained_tokens: targets per document, int64 `[documents]`.
         weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
         tokenizer: tokenizer that made the tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
+        groups: number of the group of each document; the documents of a group are taken together. None: there are no groups.
     """
+
+    groups: Int64Array | None = None
 
     def __init__(
         self,
         path: Path,
-        manifest: Manifest,
+        manifest: Manifest | None,
         tokenizer: Tokenizer,
         table: Any,
         batches: Sequence[Batch],
@@ -93,7 +96,8 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.sources = tuple(sources) or (Source(path, manifest.fingerprint, range(table.num_rows)),)
+        own = "" if manifest is None else manifest.fingerprint
+        self.sources = tuple(sources) or (Source(path, own, range(table.num_rows)),)
         prints = [source.fingerprint for source in self.sources]
         self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
         self._table = table
@@ -175,7 +179,7 @@ class Store:
     @property
     def pairs(self) -> bool:
         """Whether documents 2k and 2k + 1 are a pair: the chosen and the rejected completion of a prompt."""
-        return self.manifest.pairs
+        return self.manifest is not None and self.manifest.pairs
 
     @property
     def said(self) -> str:

@@ -1,6 +1,8 @@
 """Report: what rank 0 prints when a run starts and when it is finished."""
 
 from longctx.config import Config
+from longctx.data.rollout_store import RolloutStore
+from longctx.data.store import Store
 from longctx.errors import shell
 from longctx.model.presets import NoNativeModel
 from longctx.model.source import lines_on
@@ -47,9 +49,17 @@ def _first_line(run: Run, trainer: Trainer) -> str:
         parameters = f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
     return (
         f"{parameters} on {run.launch.world_size} ranks ({computed_by(config, model.spec, run.device.type)}), "
-        f"{start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
-        f"documents, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
+        f"{start}; {_documents(store)}, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )
+
+
+def _documents(store: Store) -> str:
+    """Returns what is trained on, from where."""
+    if not isinstance(store, RolloutStore):
+        return f"{'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} documents"
+    unused = ", ".join(f"{key} in {count:,} records" for key, count in sorted(store.unused.items()))
+    used = f"{store.said}: {len(store):,} rollouts of {len(set(store.groups.tolist())):,} groups"
+    return f"{used} (not used: {unused})" if unused else used
 
 
 def _dropped(run: Run, max_length: int) -> str:

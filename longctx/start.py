@@ -15,6 +15,7 @@ from longctx.attention.kernels import choose_kernel
 from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config, check
 from longctx.config.combinations import why_apart
+from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
@@ -26,7 +27,15 @@ from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import attention_requests, join_run
-from longctx.training.checks import changes_of_optimizer, check_export, check_groups, check_model, check_pairs, check_vocabulary
+from longctx.training.checks import (
+    changes_of_optimizer,
+    check_export,
+    check_groups,
+    check_model,
+    check_pairs,
+    check_rollouts,
+    check_vocabulary,
+)
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import state_bytes
@@ -106,6 +115,7 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
         rule = "DPO compares with the model at the start of the run"
         raise UserError(f"--continue is {continued}, but {rule}: export that run, and start from it")
     check_wandb(config.log.wandb)
+    check_rollouts(config)
     run = Run.open(config)
     _log_kernels(run)
     if config.train.float8 is not None:
@@ -162,6 +172,8 @@ def _notes(config: Config, device: torch.device) -> list[str]:
     if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps > config.schedule_steps:
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
+    if config.policy.loss is not None and config.optimizer.learning_rate == OptimizerSection().learning_rate:
+        notes.append(f"optimizer.learning_rate is {config.optimizer.learning_rate:g}, and policy gradients mostly take 1e-6")
     if config.dpo.beta is not None and config.data.merge_prefixes is None:
         notes += [f"data.merge_prefixes is off, as it is {problem.rule}" for problem in why_apart(config)[:1]]
     return notes

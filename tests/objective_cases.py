@@ -29,7 +29,8 @@ class ByPlace(Objective):
 class ByLikelihood(Objective):
     """Unlikely tokens of likely documents count most: as in preference losses, one needs sums over whole documents."""
 
-    needs_log_probabilities = True
+    def needs_log_probabilities(self, batch: StepBatch) -> bool:
+        return True
 
     def weights(
         self, batch: StepBatch, log_probabilities: Sequence[torch.Tensor] = (), document_sums: torch.Tensor | None = None

@@ -126,7 +126,7 @@ def test_rules_skip_invalid_values() -> None:
         ("train.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
         ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
-        ("zzz.zzz=1", "sections are model, lora, dpo, masked, data, batch"),
+        ("zzz.zzz=1", "sections are model, lora, dpo, policy, masked, data"),
     ],
 )
 def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:

@@ -16,25 +16,9 @@ from tests.encoder_cases import build_encoder
 from tests.family_cases import build
 
 VALUES = (
-    *(
-        0.3,
-        1,
-        2,
-        True,
-        "x",
-        "auto",
-        "softmax",
-        "full",
-        "tensorwise",
-        "transformers",
-        "rms",
-        "gated",
-        "silu",
-        "rope",
-        "none",
-        "adamw",
-    ),
-    *("adamw", "cosine", ["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
+    *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
+    *(False, "grpo", "token_mask", "adamw", "cosine"),
+    *(["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""
 NEEDS = {
@@ -54,6 +38,9 @@ NEEDS = {
     "the tokens of every document": "model.preset=tiny-moe",
     "_loss > 0: it goes by": "balance.bias_rate=0.0",
     "multi-token prediction > 0": "model.num_nextn_predict_layers=1",
+    "data.rollouts is not null": "policy.loss=grpo",
+    "data.rollouts is": "model.from_pretrained=llama",
+    "rollouts are not validated": "eval.store=store",
     "is zero-bubble": "parallel.reshard_after=step",
 }
 """What rows with these words need besides their conditions; later ones win."""
@@ -96,6 +83,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_encoder("bert").save_pretrained(folder / "bert")
     for each in ("llama", "mixtral", "deepseek_v3", "mamba2"):
         build(each, "eager").save_pretrained(folder / each)
+    (folder / "tokenizer.json").touch()
     return folder
 
 

@@ -214,7 +214,7 @@ def test_sums_and_weights_are_those_of_the_sequences(data: st.DataObject) -> Non
     plan = make_plan(merged.lengths, trees=merged.trees, ranks=ranks, tokens_per_rank=32, profile=PROFILE)
     of_rows = [torch.arange(1.0, 1 + length) * 7 % 11 for length in merged.lengths]
     names = tuple(map(str, range(len(plan.lengths))))
-    alone: Any = SimpleNamespace(counts=True, gather=lambda row: torch.tensor([row]))
+    alone: Any = SimpleNamespace(counts=True, sum=lambda values: values)
     sums, total = torch.zeros(count, dtype=torch.float64), 0.0
     for rank in range(ranks):
         packed, _ = pack_documents(plan, rank, merged.tokens, merged.labels, shift=False, pad_to_multiple_of=2)

@@ -9,6 +9,7 @@ import pytest
 
 from longctx.cli import main
 from longctx.plots.run_log import PARTS, RunLog, read_run, read_runs, summary
+from longctx.plots.runs import POLICY, draw_runs
 from longctx.training.metrics import StepMetrics
 
 RECORD = Path(__file__).parent / "recorded_metrics.jsonl"
@@ -180,3 +181,16 @@ def test_contradictions_are_named(run: Path, tmp_path: Path, capsys: pytest.Capt
     assert "runs.doc: the file name must end in one of .png" in capsys.readouterr().err
     assert main(["runs", str(run), "--html", str(tmp_path / "missing" / "a.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_on_rollouts_shows_its_rewards(tmp_path: Path) -> None:
+    policy = {"completion_tokens": 40.0, "ratio": 1.0, "clip_share": 0.02, "kl": 0.0, "entropy": 2.0}
+    steps = [step | policy | {"reward": 0.1 * step["step"]} for step in STEPS]
+    folder = make_run(tmp_path / "rl", "".join(json.dumps(step) + "\n" for step in steps))
+    shown = figures(folder)
+    assert shown["reward, first step"] == "0.100"
+    assert shown["reward, last 10 steps"] == f"{fmean(step['reward'] for step in steps[-10:]):.3f}"
+    titles = [axes.get_title("left") for axes in draw_runs([read_run(folder, "rl")]).axes]
+    assert "Mean reward" in titles and "Share of clipped tokens" in titles and "KL divergence to the reference" not in titles
+    assert len(titles) == len(set(titles)) == 5 + 5
+    assert set(POLICY) <= set(StepMetrics.__dataclass_fields__)

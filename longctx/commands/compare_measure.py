@@ -88,6 +88,8 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
             f"--measure does not support DPO, but data.store is {store.path} and dpo.beta is {config.dpo.beta}: use `longctx "
             f"compare --lengths {store.path}` for modelled times, or measure on a store without pairs"
         )
+    if config.policy.loss is not None:
+        raise UserError(f"--measure does not support rollouts, but policy.loss is {config.policy.loss}: measure on a store")
     check_model(config, run.data, run.source, launch.world_size)
     groups = join_run(config, launch, run.device)
     if show:

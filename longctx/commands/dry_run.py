@@ -8,7 +8,7 @@ from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import lines_on
 from longctx.parallel.device import choose_device
-from longctx.training.checks import check_model, check_pairs, check_vocabulary
+from longctx.training.checks import check_model, check_pairs, check_rollouts, check_vocabulary
 from longctx.training.data import RunData, mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes, format_count
@@ -21,6 +21,7 @@ def dry_run(config: Config, ranks: int) -> None:
 
     Raises UserError for settings and stores that the run would reject.
     """
+    check_rollouts(config)
     data = RunData.open(config)
     store, source = data.store, config.model_source(data.vocab_size)
     spec, pretrained = source.spec, config.model.from_pretrained

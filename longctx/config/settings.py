@@ -122,6 +122,28 @@ class DpoSection(Section):
     """assumed share of pairs with swapped labels, as in conservative DPO"""
 
 
+class PolicySection(Section):
+    """policy gradients on rollouts, completions of prompts with rewards; clipping, length normalization and KL as in TRL"""
+
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo"] | None = None
+    """policy loss (null: no rollouts)"""
+    clip: float = Field(0.2, gt=0, lt=1)
+    """ratios of the probabilities by the model and by the old model count down to 1 - clip"""
+    clip_high: float | None = Field(None, gt=0)
+    """ratios count up to 1 + clip_high (null: clip); with cispo up to clip_high itself, 5 is usual"""
+    kl: float = Field(0.0, ge=0)
+    """factor of the KL divergence to the reference, beta; rollouts need its log-probabilities"""
+    scale_rewards: bool = True
+    """divide the advantages by the standard deviation of the rewards of their group"""
+    max_completion_tokens: Count | None = None
+    """length that dr_grpo divides the loss of every completion by: the most tokens that the sampler writes"""
+    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
+    """what the ratio of the old model to the sampler is bounded by, where rollouts have the sampler's log-probabilities: of
+    tokens or of completions; greater ones are truncated, or their tokens have no loss"""
+    sampler_ratio: float = Field(3.0, gt=0)
+    """greatest ratio of the old model to the sampler"""
+
+
 class MaskedSection(Section):
     """masked-token training of an encoder: attention in both directions, and labels at masked tokens"""
 
@@ -148,14 +170,18 @@ class DataSection(Section):
     """training documents"""
 
     store: AnyPath | None = Path("stores/python-stdlib")
-    """folder written by `longctx prepare` (null: use data.stores)"""
+    """folder written by `longctx prepare` (null: use data.stores or data.rollouts)"""
     stores: list[StoreSetting] | None = None
     """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: 1}]; epochs
     instead of weight, for all stores, sets the relative number of passes over each store"""
     tokenizer: AnyPath | None = None
-    """tokenizer.json that the store must have been made with (null: not checked)"""
+    """tokenizer.json that the store must have been made with (null: not checked); for rollouts, the tokenizer of their
+    token ids (null: that of the checkpoint)"""
+    rollouts: AnyPath | None = None
+    """file or folder of rollouts, as JSON Lines, Parquet or a saved dataset, instead of a store, for a policy loss: prompts,
+    completions and rewards"""
     long_documents: Literal["split", "drop", "error"] = "split"
-    """treatment of documents longer than max_length; DPO pairs cannot be split: use drop or error"""
+    """treatment of documents longer than max_length; DPO pairs and rollouts cannot be split: use drop or error"""
     max_length: Count | None = None
     """maximum document length in tokens (null: the most that the domain can hold)"""
     merge_prefixes: bool | None = None
@@ -168,14 +194,17 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_or_several(cls, values: Any) -> Any:
-        """Drops the default store where several stores are given."""
-        if isinstance(values, dict) and values.get("stores") is not None and "store" not in values:
+        """Drops the default store where several stores, or rollouts, are given."""
+        given = values if isinstance(values, dict) else {}
+        if "store" not in given and any(given.get(key) is not None for key in ("stores", "rollouts")):
             return {**values, "store": None}
         return values
 
     @property
     def paths(self) -> list[Path]:
-        """Folders of all stores."""
+        """Folders of all stores, or the rollouts."""
+        if self.rollouts is not None:
+            return [self.rollouts]
         return [self.store] if self.store is not None else [store.path for store in self.stores or ()]
 
     @property

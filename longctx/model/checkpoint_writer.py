@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longctx.model.checkpoint_files import DTYPES, INDEX
+from longctx.model.checkpoint_files import DTYPES, INDEX, CheckpointFiles
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -28,6 +28,18 @@ class Planned:
     @property
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def planned(
+    tensors: Mapping[str, torch.Tensor], source: CheckpointFiles | None, dtype: torch.dtype | None = None
+) -> list[Planned]:
+    """Returns how converted tensors are written: in `dtype`, by default as in the checkpoint `source`; None: as they are."""
+    plan = []
+    for name, tensor in tensors.items():
+        stored = tensor.dtype if source is None else source.dtype_of(name)
+        written = dtype if dtype is not None and stored.is_floating_point else stored
+        plan.append(Planned(name, tuple(tensor.shape), written))
+    return plan
 
 
 @dataclass(frozen=True)

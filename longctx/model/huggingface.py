@@ -93,6 +93,7 @@ class TransformersModel(Model):
     def __init__(self, files: CheckpointFiles) -> None:
         """Builds the model on torch's default device. Raises HuggingFaceError or PretrainedError if it cannot be trained."""
         super().__init__()
+        self.files: CheckpointFiles = files
         self.hf = _build(files)
         with torch.device("meta"):
             twin = _build(files)

@@ -56,7 +56,7 @@ class AdaptedModel(TransformersModel):
         """Builds the model on torch's default device. Raises LoraError if `lora` does not fit the model."""
         super().__init__(files)
         twin = self.conversion.twin
-        self.files, self.lora = files, lora
+        self.lora = lora
         self.adapted = find_targets(twin, lora.target_modules)
         self.transposed = frozenset(name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear))
         if made := set(self.adapted) ^ _inject(self.hf, self.peft_config()):

@@ -91,7 +91,7 @@ class PretrainedDecoder(Decoder):
 
     def __init__(self, source: NativeSource, layers: Collection[int] | None = None) -> None:
         super().__init__(source.shape, layers)
-        self.source = source
+        self.source, self.files = source, source.files
         vars(self)["family"] = source.family
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from longctx.attention import HybridAttention, RingAttention, by_layer
 from longctx.attention.inputs import Queries
 from longctx.errors import UserError
 from longctx.model.balance import RouterWatch, RowDocuments
+from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.planning.cost.spec import ModelSpec
 
 
@@ -72,10 +73,12 @@ class Model(nn.Module, ABC):
     Attributes:
         spec: sizes of the whole model.
         layers: blocks of this part, in order, each named by its index in the whole model.
+        files: checkpoint of transformers that the initial values come from; None for new weights.
     """
 
     spec: ModelSpec
     layers: nn.ModuleList
+    files: CheckpointFiles | None = None
 
     @abstractmethod
     def forward(

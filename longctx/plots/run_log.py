@@ -145,13 +145,15 @@ def _figures(run: RunLog) -> dict[str, str]:
     """Returns name → value of every figure of a run; empty values where the run has none."""
     usual, parts = run.usual(), run.time_parts()
     losses = [step["loss"] for step in run.steps if math.isfinite(step["loss"])]  # not of skipped steps
-    validation = run.column("validation_loss")[1]
+    validation, rewards = run.column("validation_loss")[1], run.column("reward")[1]
     degrees = sorted({int(degree) for step in run.steps for degree in step["degrees"]})
     peak = max(step.get("peak_memory_bytes") or 0 for step in run.steps)
     return {
         "steps": f"{run.steps[0]['step']:,} to {run.steps[-1]['step']:,}",
         "loss, first step": f"{losses[0]:.3f}" if losses else "",
         f"loss, last {LAST} steps": f"{fmean(losses[-LAST:]):.3f}" if losses else "",
+        "reward, first step": f"{rewards[0]:.3f}" if rewards else "",
+        f"reward, last {LAST} steps": f"{fmean(rewards[-LAST:]):.3f}" if rewards else "",
         "steps without update": str(sum(bool(step.get("skipped")) for step in run.steps) or ""),
         "loss, validation": f"{validation[-1]:.3f}" if validation else "",
         "tokens/s, all ranks": f"{median(step['tokens'] / step['step_time_s'] for step in usual):,.0f}",

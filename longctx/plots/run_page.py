@@ -13,6 +13,7 @@ SUMMARY_WORDS = (
 )
 CAPTION = (
     "Loss: training loss of every step, of a long run as a pale line below its running mean; circles: validation loss. "
+    "Of runs on rollouts: means over rollouts or tokens, where they are known. "
     "Measured against predicted time: one point per step, without the first step and pauses. On the dashed line the prediction "
     "was exact; above the line the step took longer. Points along another straight line through zero mean that all predictions "
     "are off by one factor, which does not change which plan is best; scattered points mean that the cost model misses "

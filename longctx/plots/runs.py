@@ -32,6 +32,26 @@ def draw_loss(axes: Axes, runs: Sequence[RunLog]) -> None:
     _legend(axes, runs, always=any(run.column("validation_loss")[0] for run in runs))
 
 
+POLICY = {
+    "reward": "mean reward",
+    "completion_tokens": "tokens per completion",
+    "ratio": "ratio to the old model",
+    "clip_share": "share of clipped tokens",
+    "kl": "KL divergence to the reference",
+    "entropy": "entropy, mean of -log p",
+}
+"""Metrics of policy gradients that are drawn: column → name."""
+
+
+def draw_metric(axes: Axes, runs: Sequence[RunLog], column: str) -> None:
+    """Draws a metric of POLICY of every run that has it."""
+    for i, run in enumerate(runs):
+        if run.column(column)[0]:
+            _curve(axes, *run.column(column), i, run.name)
+    _label(axes, "step", POLICY[column])
+    _legend(axes, runs)
+
+
 def draw_speed(axes: Axes, runs: Sequence[RunLog]) -> None:
     """Draws tokens per second over all ranks."""
     for i, run in enumerate(runs):
@@ -110,14 +130,28 @@ def draw_runs(runs: Sequence[RunLog]) -> Figure:
         ("Measured against predicted time", draw_predicted),
         ("Parts of the step time", draw_time_parts),
     ]
-    heights = [3.0, 3.0, 0.9 + 0.36 * len(runs), *(0.7 + 0.42 * len(run.degrees()) for run in runs)]
+    policy = [column for column in POLICY if any(any(run.column(column)[1]) for run in runs)]
+    heights = [
+        3.0,
+        *[2.4] * -(-len(policy) // 2),
+        3.0,
+        0.9 + 0.36 * len(runs),
+        *(0.7 + 0.42 * len(run.degrees()) for run in runs),
+    ]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, sum(heights) + 0.75 * len(heights)), dpi=140, facecolor=PAPER, layout="constrained")
         grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
-        for (title, draw), place in zip(charts, (grid[0, :], grid[1, 0], grid[1, 1], grid[2, :]), strict=True):
+        for number, column in enumerate(policy):
+            draw_metric(
+                _titled(figure, grid[1 + number // 2, number % 2], POLICY[column][:1].upper() + POLICY[column][1:]),
+                runs,
+                column,
+            )
+        row = 1 + -(-len(policy) // 2)
+        for (title, draw), place in zip(charts, (grid[0, :], grid[row, 0], grid[row, 1], grid[row + 1, :]), strict=True):
             draw(_titled(figure, place, title, pad=24 if draw is draw_time_parts else 6), runs)
-        for row, run in enumerate(runs, start=3):
-            draw_degrees(_titled(figure, grid[row, :], f"Documents per step by degree: {_plain(run.name)}"), run)
+        for number, run in enumerate(runs, start=row + 2):
+            draw_degrees(_titled(figure, grid[number, :], f"Documents per step by degree: {_plain(run.name)}"), run)
     return figure
 
 

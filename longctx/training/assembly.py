@@ -3,13 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
+from longctx.config import Config
 from longctx.data.loader import Loader
+from longctx.data.store import Store
 from longctx.model.protocol import Model, differences_but_rope
+from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.training.build import computed_by
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
-from longctx.training.objectives.objective import Objective, TokenMean
+from longctx.training.objectives.objective import Objective
 from longctx.training.optimizer import make_optimizer
 from longctx.training.passes import Passes
 from longctx.training.preference import preferences
@@ -37,19 +40,18 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     max_length = choose_max_length(config, mesh.world_size, resumed, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)
     documents = validation_documents(config, run.data, max_length) if config.eval.every is not None else None
-    base = None
-    if run.source.files is not None:
-        base = {"folder": str(run.source.files.folder), "fingerprint": run.source.files.fingerprint}
+    base = base_of(run.source)
     if saved is not None:
-        _go_to(saved, run, passes.model, loader, base)
-    objective: Objective = TokenMean()
+        check_weights(saved, passes.model, base, resumes=run.resumes)
+        (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
+    objective: Objective | None = None
     validated: Objective | None = None
     if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
         documents = None if documents is None else replace(documents, merging=loader.merging)
         objective, validated = _preferences(run, mesh, passes, loader, documents)
     if saved is not None:
         checkpoint.load(saved, passes.model, optimizer, mesh.control)
-    log = _begin_folder(run, mesh) if mesh.world_rank == 0 else None
+    log = begin_folder(config, run.source, mesh, run.data.store, run.checkpoint, run.changes) if mesh.world_rank == 0 else None
     traced, folder = run.traced, config.train.run_dir / "traces"
     return Trainer(
         config,
@@ -81,13 +83,18 @@ def _preferences(
     return objectives
 
 
-def _go_to(saved: Checkpoint, run: Run, model: Model, loader: Loader, base: dict[str, str] | None) -> None:
-    """Sets the place in the data to that of a checkpoint; reads no weights. Raises CheckpointError for another model.
+def base_of(source: ModelSource) -> dict[str, str] | None:
+    """Returns folder and fingerprint of the checkpoint that a run begins from; None for new weights."""
+    return None if source.files is None else {"folder": str(source.files.folder), "fingerprint": source.files.fingerprint}
 
-    The model of a run that this run continues may have another RoPE.
+
+def check_weights(saved: Checkpoint, model: Model, base: dict[str, str] | None, *, resumes: bool) -> None:
+    """Raises CheckpointError if a checkpoint is of another model; reads no weights.
+
+    The model of a run that this run continues, rather than `resumes`, may have another RoPE.
     """
     different = model.differences(saved.state["model"])
-    if not run.resumes:
+    if not resumes:
         different = differences_but_rope(different)
     if different:
         raise CheckpointError(f"{saved.folder} contains another model: {'; '.join(different)}. Use the model of that run")
@@ -97,19 +104,19 @@ def _go_to(saved: Checkpoint, run: Run, model: Model, loader: Loader, base: dict
             f"{saved.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
             f"{base['folder']}: give that checkpoint, or choose another run folder (finetune: --out)"
         )
-    (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
 
 
-def _begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
+def begin_folder(
+    config: Config, source: ModelSource, mesh: Mesh, store: Store | None, saved: Checkpoint | None, changes: str = ""
+) -> MetricsLog:
     """Writes settings and model files of a run into its folder, and opens its log."""
-    config = run.config
-    keep_model_files(config.train.run_dir, run.source, run.data.store)
-    computed = computed_by(config, run.source.spec, mesh.device.type)
-    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {run.changes}\n" if run.changes else "")
+    keep_model_files(config.train.run_dir, source, store)
+    computed = computed_by(config, source.spec, mesh.device.type)
+    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {changes}\n" if changes else "")
     (config.train.run_dir / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
     return MetricsLog(
         config.train.run_dir,
-        after_step=0 if run.checkpoint is None else run.checkpoint.step,
+        after_step=0 if saved is None else saved.step,
         tensorboard=config.log.tensorboard,
         wandb=config.log.wandb,
         settings=config.model_dump(mode="json"),

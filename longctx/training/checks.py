@@ -35,6 +35,16 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
         )
 
 
+def check_rollouts(config: Config) -> None:
+    """Raises UserError if a policy loss has no rollouts, which only one's own loop gives to each step."""
+    loss = config.policy.loss
+    if loss is not None and config.data.rollouts is None:
+        raise UserError(
+            f"policy.loss is {loss}, but data.rollouts is null: set it to a file of rollouts, omit policy.loss, or call "
+            "Trainer.step(rollouts) in a loop of your own"
+        )
+
+
 def check_pairs(config: Config, data: RunData) -> None:
     """Raises UserError if stores have preference pairs without DPO, or DPO is set for stores without pairs."""
     beta = config.dpo.beta
@@ -84,6 +94,10 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
     entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
     theirs = _own_tokenizer(source.files.folder) if source.files is not None else None
     if theirs is not None and not same_tokens(theirs, store.tokenizer.text):
+        if config.data.rollouts is not None:
+            raise UserError(
+                f"data.tokenizer {config.data.tokenizer} is another tokenizer than that of {name}: omit data.tokenizer"
+            )
         raise UserError(
             f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with the tokenizer of the "
             f"checkpoint (longctx prepare --tokenizer {shell(name)})"

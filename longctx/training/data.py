@@ -13,9 +13,11 @@ from longctx.data.loader import Loader, Planner, plan_step
 from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import Mixture, make_steps
+from longctx.data.rollout_records import RolloutReader
+from longctx.data.rollout_store import RolloutStore
 from longctx.data.sampler import Steps
 from longctx.data.store import Store
-from longctx.data.tokenizer import TokenizerError
+from longctx.data.tokenizer import Tokenizer, TokenizerError
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.planning.hardware_profile import HardwareProfile
@@ -40,6 +42,12 @@ class RunData:
     @classmethod
     def open(cls, config: Config) -> "RunData":
         """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores differ."""
+        if config.data.rollouts is not None:
+            store = RolloutStore.read_from(config.data.rollouts, rollout_reader(config), scaled=config.policy.scale_rewards)
+            if config.policy.kl and store.rollouts.reference_logps is None:
+                problem = f"policy.kl is {config.policy.kl:g}, but {store.path} has no reference_logps"
+                raise UserError(f"{problem}: give them, or set policy.kl to 0")
+            return cls(store)
         opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
         validation = Store.open(config.eval.store) if validated and config.eval.store is not None else None
@@ -63,6 +71,15 @@ class RunData:
     def vocab_size(self) -> int:
         """Entries of the tokenizer."""
         return self.store.tokenizer.vocab_size
+
+
+def rollout_reader(config: Config) -> RolloutReader:
+    """Returns what reads `data.rollouts`, by the tokenizer of the checkpoint, or by `data.tokenizer`. Raises TokenizerError."""
+    if config.data.tokenizer is not None:
+        return RolloutReader(Tokenizer.load(config.data.tokenizer))
+    files = config.model_source().files
+    assert files is not None, "rollouts need a checkpoint or data.tokenizer: see the rows of `combinations`"
+    return RolloutReader.of_checkpoint(str(files.folder))
 
 
 def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
@@ -163,6 +180,7 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         masking=make_masking(config, store, config.train.seed),
         ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
         merging=make_merging(config, mesh.world_size),
+        complete=store.completed if isinstance(store, RolloutStore) else None,
     )
 
 

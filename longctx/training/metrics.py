@@ -66,6 +66,9 @@ class StepMetrics:
             without a validation.
         reward_accuracy, reward_margin: with DPO, share of pairs whose chosen completion has the larger reward, and mean
             difference of the rewards; validation_accuracy is this share over the validation pairs.
+        reward, completion_tokens: of rollouts, mean reward and mean number of tokens that a completion learns.
+        ratio, clip_share, kl, entropy: of a policy loss, means over these tokens of the ratio to the old model, of what is
+            clipped, of the KL divergence to the reference, and of -log p, which estimates the entropy.
         expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
@@ -107,6 +110,12 @@ class StepMetrics:
     validation_accuracy: float | None = _row("validation", default=None)
     reward_accuracy: float | None = _row("train", default=None)
     reward_margin: float | None = _row("train", default=None)
+    reward: float | None = _row("policy", default=None)
+    completion_tokens: float | None = _row("policy", default=None)
+    ratio: float | None = _row("policy", default=None)
+    clip_share: float | None = _row("policy", default=None)
+    kl: float | None = _row("policy", default=None)
+    entropy: float | None = _row("policy", default=None)
     expert_imbalance: float | None = _row("experts", "sum", default=None)
     unused_experts: float | None = _row("experts", "sum", default=None)
     document_loss: float | None = _row("experts", "sum", default=None)
@@ -175,6 +184,7 @@ class StepMetrics:
         marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
+        reward = reward if self.reward is None else f"reward {self.reward:.3f} "
         merged = "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
         learned = f"loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f}"
         return (

@@ -20,7 +20,7 @@ from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
 from longctx.training.objectives.balance import Balance
-from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
+from longctx.training.objectives.loss import RowWeights, cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
 from longctx.training.objectives.multi_token import MultiTokenLoss
 from longctx.training.objectives.objective import Objective, StepWeights, document_sums
 from longctx.training.trace import micro_batch_name
@@ -80,7 +80,7 @@ class Passes:
 
     def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
         """Returns the weights of the tokens of a step, after a pass without gradients if the objective needs one."""
-        if not objective.needs_log_probabilities:
+        if not objective.needs_log_probabilities(batch):
             return objective.weights(batch)
         values = self.look(batch, log_probabilities)
         return objective.weights(batch, values, document_sums(batch, values, self.mesh))
@@ -141,11 +141,13 @@ class Passes:
 
     def inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
         """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch, those of an empty one."""
-        device, counted = self.mesh.device, None
+        device = self.mesh.device
+        counted: torch.Tensor | RowWeights | None = None
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
             attention = self._attention(batch, micro_batch)
-            counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
+            of_tokens = None if weights.tokens is None else weights.tokens[number]
+            counted = copy_to(of_tokens, device) if isinstance(of_tokens, torch.Tensor) else of_tokens and of_tokens.to(device)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
             context = self.config.context

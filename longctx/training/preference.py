@@ -34,11 +34,12 @@ class Preference(Objective):
         reference: log p of the targets of each document of the store, float64 [documents]; NaN where not known.
     """
 
-    needs_log_probabilities = True
-
     beta: float
     label_smoothing: float
     reference: torch.Tensor
+
+    def needs_log_probabilities(self, batch: StepBatch) -> bool:
+        return True
 
     def weights(
         self,

@@ -8,7 +8,7 @@ and two numbers per token are exchanged.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -22,6 +22,15 @@ CHUNK_TOKENS = 1024
 FEW_LABELS = 0.5
 """Logits are computed only for tokens with a label if their share is smaller than this."""
 Rows = slice | torch.Tensor
+
+
+class RowWeights(Protocol):
+    """Weights of the labels of a micro-batch that depend on their log-probabilities, asked for chunk by chunk."""
+
+    def to(self, device: torch.device) -> "RowWeights": ...
+
+    def __call__(self, rows: Rows, log_probabilities: torch.Tensor) -> torch.Tensor:
+        """Returns the weights of some rows; they are constants for gradients."""
 
 
 def tokens_at_once(compiled: bool) -> int:
@@ -132,6 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         counts: torch.Tensor,
+        weigh: RowWeights | None,
         divisor: float,
         chunks: Sequence[Rows],
         part: VocabularyPart | None,
@@ -148,11 +158,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         divided_by = torch.full((), divisor, dtype=counts.dtype, device=hidden.device)
         for rows in chunks:
             chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap, compiled)
-            losses = (chunk.log_total - chunk.target_logits).where(counts[rows] != 0, 0) * counts[rows]
+            losses, counted = chunk.log_total - chunk.target_logits, counts[rows]
+            if weigh is not None:
+                counted = counted * weigh(rows, -losses).to(counted.dtype)
+            losses = losses.where(counted != 0, 0) * counted
             total += losses.sum(dtype=torch.float64)
             if not (for_hidden or for_weight):
                 continue
-            gradient = chunk.gradient(counts[rows], divided_by, softcap, compiled)
+            gradient = chunk.gradient(counted, divided_by, softcap, compiled)
             if hidden_gradient is not None:
                 hidden_gradient[rows] = gradient @ weight
             if weight_gradient is not None:
@@ -163,7 +176,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = (None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
-        return (*gradients, *[None] * 7)
+        return (*gradients, *[None] * 8)
 
 
 def cross_entropy_sum(
@@ -172,7 +185,7 @@ def cross_entropy_sum(
     labels: torch.Tensor,
     divisor: float = 1,
     chunk_tokens: int | None = None,
-    weights: torch.Tensor | None = None,
+    weights: torch.Tensor | RowWeights | None = None,
     softcap: float = 0.0,
     rows: torch.Tensor | None = None,
     compiled: bool = False,
@@ -189,7 +202,7 @@ def cross_entropy_sum(
             gets the whole loss.
         labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and its gradients are 0.
         chunk_tokens: maximum number of rows of logits in memory at a time (None: `tokens_at_once`).
-        weights: weights of the tokens [tokens] (None: 1).
+        weights: weights of the tokens [tokens], or what computes them from their log-probabilities (None: 1).
         softcap: bounds the logits by tanh (0: no bound).
         rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only (None: for all rows).
         compiled: compile what follows the product with an output weight, so that its operations on the logits are fused.
@@ -198,10 +211,11 @@ def cross_entropy_sum(
         return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens or CHUNK_TOKENS, weights, rows)
     hidden, weight, part = vocabulary_part(hidden, weight)
     counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
-    if weights is not None:
+    weigh = None if weights is None or isinstance(weights, torch.Tensor) else weights
+    if isinstance(weights, torch.Tensor):
         counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
     chunks = _chunks(len(labels), rows, chunk_tokens or tokens_at_once(compiled))
-    arguments = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
+    arguments = hidden, weight, labels, counts, weigh, divisor, chunks, part, softcap, compiled
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
@@ -212,15 +226,17 @@ def _sum_by_projection(
     labels: torch.Tensor,
     divisor: float,
     chunk_tokens: int,
-    weights: torch.Tensor | None,
+    weights: torch.Tensor | RowWeights | None,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
     def part(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         logits = logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="none")
-        valid = labels[rows] != IGNORED_LABEL
-        return (losses if weights is None else losses * weights[rows].to(losses.dtype).where(valid, 0)).sum() / divisor
+        if weights is None:
+            return losses.sum() / divisor
+        counted = weights[rows] if isinstance(weights, torch.Tensor) else weights(rows, -losses.detach())
+        return (losses * counted.to(losses.dtype).where(labels[rows] != IGNORED_LABEL, 0)).sum() / divisor
 
     total = torch.zeros((), device=hidden.device)
     for chunk in _chunks(len(labels), rows, chunk_tokens):

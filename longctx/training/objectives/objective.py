@@ -6,7 +6,7 @@ plan. This covers preference losses, whose gradient is that of weighted log-prob
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, StepBatch
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
+from longctx.training.objectives.loss import RowWeights
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,26 @@ class StepWeights:
 
     Attributes:
         divisor: divisor of the loss of the whole step, the same on all ranks; not 0.
-        tokens: weights of the labels, float32 [T] for each micro-batch of this rank; ignored where nothing is predicted.
-            None: 1 everywhere.
+        tokens: weights of the labels, float32 [T] for each micro-batch of this rank, or what computes them in the head; ignored
+            where nothing is predicted. None: 1 everywhere.
         loss: loss of the whole step, if the weighted sum over tokens has its gradient but not its value.
         reported: further metrics of the whole step, by name.
+        measured: returns, after the passes, this rank's parts of further metrics, and of the loss, by name.
     """
 
     divisor: float
-    tokens: Sequence[torch.Tensor] | None = None
+    tokens: Sequence[torch.Tensor | RowWeights] | None = None
     loss: float | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
+    measured: Callable[[], Mapping[str, float]] = dict
 
 
 class Objective(ABC):
     """Computes the weights of every step."""
 
-    needs_log_probabilities = False
-    """True if `weights` needs a pass without gradients over all micro-batches first."""
+    def needs_log_probabilities(self, batch: StepBatch) -> bool:
+        """Returns whether `weights` needs a pass without gradients over all micro-batches of this step first."""
+        return False
 
     @abstractmethod
     def weights(
@@ -94,8 +98,8 @@ def documents_of(micro_batch: MicroBatch) -> torch.Tensor:
 
 def row_weights(batch: StepBatch, weights: torch.Tensor) -> list[torch.Tensor]:
     """Returns float32 [T] for each micro-batch: the `weights` [sequences] of all sequences that have a row, added up."""
-    held = ((micro_batch, *_sequences_of(batch, micro_batch)) for micro_batch in batch.micro_batches)
-    return [weights.new_zeros(len(of.tokens)).index_add_(0, rows, weights[ids]).float() for of, rows, ids in held]
+    held = ((micro_batch, *sequences_of(batch, micro_batch)) for micro_batch in batch.micro_batches)
+    return [weights.new_zeros(len(of.tokens)).index_add_(0, rows, weights[ids]).float() for of, rows, ids, _ in held]
 
 
 def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
@@ -112,15 +116,18 @@ def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) 
     sums = torch.zeros(batch.sequences, dtype=torch.float64)
     for micro_batch, of_rows in zip(batch.micro_batches, values, strict=True):
         counted = of_rows.cpu().double().where(micro_batch.labels != IGNORED_LABEL, 0)
-        rows, sequences = _sequences_of(batch, micro_batch)
+        rows, sequences, _ = sequences_of(batch, micro_batch)
         sums.index_add_(0, sequences, counted[rows])
-    return mesh.gather(sums.tolist() if mesh.counts else [0.0] * len(sums)).sum(dim=0)
+    return mesh.sum(sums)
 
 
-def _sequences_of(batch: StepBatch, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows of a micro-batch and a sequence that has each, both int64; a row of several sequences is there for each."""
+def sequences_of(batch: StepBatch, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns rows of a micro-batch, a sequence that has each, and the row's place in it, all int64.
+
+    A row of several sequences is there for each; one of padding may be there.
+    """
     if not batch.rows:
-        return torch.arange(len(micro_batch.tokens)), documents_of(micro_batch)
+        return torch.arange(len(micro_batch.tokens)), documents_of(micro_batch), micro_batch.positions
     places = {}  # row in the buffer of every row of a document, -1 on other ranks
     for shard in micro_batch.layout.shards:
         place = places[shard.document] = np.full(shard.length, -1)
@@ -128,5 +135,8 @@ def _sequences_of(batch: StepBatch, micro_batch: MicroBatch) -> tuple[torch.Tens
         place[np.concatenate(held)] = np.arange(shard.offset, shard.offset + shard.tokens)
     paths = [(sequence, places[document][rows]) for sequence, (document, rows) in enumerate(batch.rows) if document in places]
     sequences = np.repeat([sequence for sequence, _ in paths], [len(rows) for _, rows in paths]).astype(np.int64)
-    rows = np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in paths)])
-    return torch.from_numpy(rows[rows >= 0]), torch.from_numpy(sequences[rows >= 0])
+    none = np.zeros(0, np.int64)
+    rows = np.concatenate([none, *(rows for _, rows in paths)])
+    within = np.concatenate([none, *(np.arange(len(rows)) for _, rows in paths)])
+    here = rows >= 0
+    return torch.from_numpy(rows[here]), torch.from_numpy(sequences[here]), torch.from_numpy(within[here])

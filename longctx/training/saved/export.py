@@ -17,7 +17,7 @@ from longctx import tokenizer_files
 from longctx.data.manifest import is_store
 from longctx.errors import UserError, brief, shortened
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, MASKED_CLASS, CheckpointFiles, PretrainedError
-from longctx.model.checkpoint_writer import CheckpointWriter, Planned
+from longctx.model.checkpoint_writer import CheckpointWriter, Planned, planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
@@ -106,9 +106,9 @@ def export(
             size = _write_adapters(partial, model, saved, kept)
             _replace(out, partial)
             return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out))
-        planned = list(_plan(model, saved, source, dtype))
-        _refuse_full(partial, sum(tensor.bytes for tensor in planned))
-        writer = CheckpointWriter(partial, planned, max_shard_bytes)
+        tensors = list(_plan(model, saved, source, dtype))
+        _refuse_full(partial, sum(tensor.bytes for tensor in tensors))
+        writer = CheckpointWriter(partial, tensors, max_shard_bytes)
         with returned_when_freed():
             for group in model.groups():
                 writer.write(model.to_checkpoint(_read(model, saved, group)))
@@ -218,10 +218,7 @@ def _adapted(described: dict[str, Any]) -> Model:
 def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None) -> Iterator[Planned]:
     """Yields the tensors of the export with shapes and dtypes, by converting tensors without values."""
     for group in model.groups():
-        for name, tensor in model.to_checkpoint(_without_values(model, saved, group)).items():
-            stored = tensor.dtype if source is None else source.dtype_of(name)
-            written = dtype if dtype is not None and stored.is_floating_point else stored
-            yield Planned(name, tuple(tensor.shape), written)
+        yield from planned(model.to_checkpoint(_without_values(model, saved, group)), source, dtype)
 
 
 def _refuse_full(folder: Path, size: int) -> None:
