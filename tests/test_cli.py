@@ -63,10 +63,18 @@ def test_every_command_has_help_with_one_default_per_option(name: str, capsys: p
         assert entry.count("(default") <= 1, f"a doubled default: {entry}"
 
 
-def test_help_of_train_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
-    assert longctx.config.describe() in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert longctx.config.overview() in out and len(out.splitlines()) < 70
+    assert cli.main(["config"]) == 0
+    assert longctx.config.describe() == capsys.readouterr().out.strip()
+    assert cli.main(["config", "batch", "log"]) == 0
+    out = capsys.readouterr().out
+    assert "--batch.tokens_per_rank int" in out and "--log.tensorboard" in out and "--train.steps" not in out
+    assert cli.main(["config", "steps"]) == 2
+    assert "there is no section 'steps' of settings: choose from model, lora" in capsys.readouterr().err
 
 
 def test_python_m_longctx_is_the_same_command() -> None:

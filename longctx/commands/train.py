@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from longctx.commands.output import said_once
-from longctx.config import describe, load
+from longctx.config import load, overview
 from longctx.errors import UserError
 
 SUMMARY = "Train a model on packed documents, with a context-parallel degree that changes by the document"
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="--dry-run: number of ranks to plan for")
     parser.epilog = (
         "On 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"
-        "On every one of several machines: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + describe()
+        "On every one of several machines: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + overview()
     )
 
 
