@@ -56,7 +56,7 @@ def train(
     resume: bool = False,
     resume_if_any: bool = False,
     continued: Path | None = None,
-    profile_steps: range | None = None,
+    trace_steps: range | None = None,
 ) -> int:
     """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
 
@@ -66,7 +66,7 @@ def train(
         resume_if_any: the same if there is a checkpoint, else start from the beginning.
         continued: folder of another run, whose newest complete checkpoint is the beginning of this run: weights, moments, step
             and places in the stores. Lengths, stores, batch, parallelism and RoPE may differ.
-        profile_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
+        trace_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
 
     Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a signal ended the run, 2 or 1
     for an error after the processes joined, which is printed to standard error.
@@ -74,7 +74,7 @@ def train(
     """
     check(config, world_size=Launch.read().world_size)
     run = prepare(config, resume=resume, resume_if_any=resume_if_any, continued=continued)
-    run, config = replace(run, traced=profile_steps), run.config
+    run, config = replace(run, traced=trace_steps), run.config
     rank, peers = run.launch.rank, None
     stop = StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():

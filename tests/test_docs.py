@@ -137,7 +137,7 @@ def run(command: list[str], folder: Path, steps: int) -> str:
         ranks = int(arguments[at + 1])
         arguments = arguments[:at] + arguments[at + 2 :]
     if arguments[0] == "train":
-        arguments += [] if "--profile-steps" in arguments else ["--train.steps", str(steps)]
+        arguments += [] if "--trace-steps" in arguments else ["--train.steps", str(steps)]
         arguments += [] if "retrieval.yaml" in " ".join(command) else SMALL
     with contextlib.chdir(folder):
         return launched.run(*arguments, ranks=ranks)[0]

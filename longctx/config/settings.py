@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
@@ -426,10 +426,29 @@ class CheckpointSection(Section):
     """folder to export the final model to, for transformers (null: no export)"""
 
 
+class WandbSetting(Section):
+    """a run of Weights & Biases"""
+
+    project: str
+    name: str | None = None
+    entity: str | None = None
+    tags: list[str] = []
+
+
 class LogSection(Section):
     """logging; the console line and metrics.jsonl are always written"""
 
     tensorboard: bool = True
     """write TensorBoard events"""
-    wandb: str | None = None
-    """project of Weights & Biases to log to; requires the package wandb (null: none)"""
+    wandb: WandbSetting | None = None
+    """log to Weights & Biases: {project: mine, name: first, entity: team, tags: [long]}; only the project must be given, the
+    name is otherwise that of the run folder; requires the package wandb (null: none)"""
+    every: Count = 1
+    """steps between lines on the console, which also shows the first and the last step, those with a validation, a spike or no
+    update; metrics.jsonl has all steps"""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _project(cls, value: Any) -> Any:
+        """Takes the name of a project for the whole."""
+        return {"project": value} if isinstance(value, str) else value
