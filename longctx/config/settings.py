@@ -398,6 +398,9 @@ class OptimizerSection(Section):
     """added to the square root of AdamW's second moment"""
     momentum: Beta = 0.95
     """decay rate of Muon's momentum"""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """keep an exponential moving average of the trained weights, with this decay per step; it is what is validated and exported
+    (null: no average)"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 

@@ -156,6 +156,11 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
             f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to "
             f"{name}, or start a new run from an export of that one"
         )
+    if path.is_file() and config.optimizer.ema_decay is not None and before.get("optimizer", {}).get("ema_decay") is None:
+        raise UserError(
+            f"optimizer.ema_decay is {config.optimizer.ema_decay:g}, but checkpoints of {run} have no average: set it to null, "
+            "or start a new run from an export of that one"
+        )
     changes = []
     for setting in ("train.steps", *(f"optimizer.{key}" for key in type(config.optimizer).model_fields)):
         section, key = setting.split(".")
