@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from longctx.training.average import AVERAGE, averaged
+from longctx.training.optimizers.average import AVERAGE, averaged
 from longctx.training.saved.export import export
 from tests.optimizer_cases import whole
 from tests.training_cases import start

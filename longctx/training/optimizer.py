@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
 from longctx.parallel.expert import sparse_layers
-from longctx.training.average import keep_average
-from longctx.training.muon import Muon, is_first_copy
+from longctx.training.optimizers.average import keep_average
+from longctx.training.optimizers.muon import Muon, is_first_copy
 
 
 def make_optimizer(
@@ -46,7 +46,7 @@ def make_optimizer(
     if settings.name == "muon":
         optimizer = Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
     elif settings.name == "adamw-8bit":
-        from longctx.training.eight_bit import EightBit  # torchao takes seconds, and is in an extra
+        from longctx.training.optimizers.eight_bit import EightBit  # torchao takes seconds, and is in an extra
 
         optimizer = EightBit(list(groups.values()), **adamw)
     else:

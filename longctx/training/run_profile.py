@@ -20,8 +20,8 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.training import muon
 from longctx.training.metrics import gpu_kind
+from longctx.training.optimizers import muon
 from longctx.units import format_count
 
 

@@ -24,7 +24,6 @@ from longctx.model.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
 from longctx.training import agreement
-from longctx.training.average import averaged
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.data import make_merging, make_planner, padding
 from longctx.training.health import FiniteLoss, NonFiniteLoss
@@ -33,6 +32,7 @@ from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import Objective, TokenMean
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
+from longctx.training.optimizers.average import averaged
 from longctx.training.passes import Passes
 from longctx.training.policy import Policy, held_tokens
 from longctx.training.run_profile import run_profile

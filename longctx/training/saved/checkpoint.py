@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from longctx.checksums import Read, damage, inside, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
-from longctx.training.average import AVERAGE
+from longctx.training.optimizers.average import AVERAGE
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
@@ -258,7 +258,7 @@ def _moments(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the optimizer's state that is saved: settings of the optimizer are those of the run."""
     moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
     if "torchao.optim" in sys.modules:
-        from longctx.training.eight_bit import plain
+        from longctx.training.optimizers.eight_bit import plain
 
         return plain(moments)
     return moments
