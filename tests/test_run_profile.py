@@ -30,7 +30,7 @@ from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
 CPU, H100, H200 = (HardwareProfile.load(name) for name in ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib"))
-EIGHT_B = ["model.preset=8b", "model.vocab_size=128256", "train.dtype=bfloat16", "train.device=cuda"]
+EIGHT_B = ["model.preset=llama-3.1-8b", "model.vocab_size=128256", "train.dtype=bfloat16", "train.device=cuda"]
 TINY = ["model.preset=tiny", "model.vocab_size=4096", "train.device=cpu"]
 
 
@@ -447,7 +447,7 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
     ("arguments", "said"),
     [
         ([], "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): used unscaled for its model"),
-        (["--model", "1b"], "scaled to 1b: linear × 0.1"),
+        (["--model", "llama-3.2-1b"], "scaled to llama-3.2-1b: linear × 0.1"),
         (["--pipeline-ranks", "4"], "scaled to its model in a pipeline: linear × 0.2"),
     ],
 )
@@ -470,10 +470,10 @@ def test_planning_without_a_run_reports_the_profile(
 def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("30000\n500\n")
-    assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "1b", "--json"]) == 0
+    assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "llama-3.2-1b", "--json"]) == 0
     told = capsys.readouterr()
-    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to 1b: linear × 0.1" in told.err
+    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to llama-3.2-1b: linear × 0.1" in told.err
     step = next(row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto")
-    scaled = preset_profile("h100-nvlink-ib", "1b").profile
+    scaled = preset_profile("h100-nvlink-ib", "llama-3.2-1b").profile
     plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)
     assert step == pytest.approx(plan.makespan_s)

@@ -10,8 +10,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.config import Config
+from longctx.config.settings import ModelSection
 from longctx.errors import UserError
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.presets import ModelShape
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
 from longctx.parallel.mesh import Mesh
@@ -180,7 +181,7 @@ def preset_profile(
     profile, described = read_described(name)
     if described is None:
         return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
-    spec = _with_vocabulary((described.model if preset is None else PRESETS[preset]).spec, described)
+    spec = _with_vocabulary((described.model if preset is None else ModelSection(preset=preset).sizes()).spec, described)
     if pipeline.stages > len(spec.layers):
         raise UserError(
             f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} has only {len(spec.layers)} "

@@ -67,7 +67,7 @@ class Machine:
             )
         profile, described = read_described(name)
         if described is None:
-            model = PRESETS["8b"].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY})
+            model = PRESETS["llama-3.1-8b"].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY})
         else:
             if described.dtype != DTYPE:
                 raise UserError(
