@@ -238,8 +238,8 @@ class ContextSection(Section):
     """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
     profile: str | None = None
     """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are scaled to the
-    model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, h100-nvlink-ib on other
-    GPUs)"""
+    model and parallel sizes of the run (null: the shipped one for the device by its name, cpu-2core on a CPU; for a GPU without
+    one h100-nvlink-ib, with a warning)"""
     max_remote_tokens: Count | None = None
     """split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need less memory and
     more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, three with
