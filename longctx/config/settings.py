@@ -22,6 +22,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 
+LORA_RATE, COMPARED_LORA_RATE = 2e-4, 5e-5
+"""Default peak learning rates of adapters; the second for DPO and policy losses."""
+
+
 class Section(BaseModel):
     """Base of all sections. Rejects unknown keys and values of another type, such as `steps: true` or `steps: "20"`.
 
@@ -97,7 +101,8 @@ class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
     rank: Count | None = None
-    """rank of the adapters (null: no LoRA, all weights are trained)"""
+    """rank of the adapters (null: no LoRA, all weights are trained); optimizer.learning_rate is then 2e-4 by default, 5e-5 with
+    DPO or a policy loss"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     dropout: float = Field(0.0, ge=0, le=1)
