@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     ranks, out = _checked(arguments), _out(arguments)
     chosen = _given(arguments, out)
-    _prepare(arguments, out)
+    _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
     defaults = _defaults(arguments, chosen, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
@@ -136,11 +136,15 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     return chosen
 
 
-def _prepare(arguments: argparse.Namespace, out: Path) -> None:
-    """Prepares the data, by the tokenizer of the model unless another one is given."""
+def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
+    """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
     from longctx.data.manifest import StoreError
+    from longctx.data.new_tokens import save_with_tokens
 
     tokenizer = arguments.tokenizer or arguments.model
+    if chosen.model.new_tokens is not None and arguments.tokenizer is None:
+        tokenizer = str(out / "tokenizer")
+        save_with_tokens(arguments.model, chosen.model.new_tokens, Path(tokenizer))
     data = {"source": arguments.data, "out": out / "store", "tokenizer": tokenizer, "vocab_size": None, "json": False}
     try:
         prepare.run(argparse.Namespace(**{**vars(arguments), **data}))

@@ -44,6 +44,9 @@ class _Start(Section):
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
     from_pretrained: str | None = None
     """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"""
+    new_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    """tokens, such as ["<note>"], that the data's tokenizer adds to the checkpoint's; entries that the embedding and an untied
+    head lack are added, trained and exported with the tokenizer (null: the tokenizers are the same)"""
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or pipeline parallelism,
     otherwise transformers"""
@@ -73,7 +76,7 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
             if self.preset in RENAMED:
                 rule, fix = "this preset was renamed", f"write {RENAMED[self.preset]}"
             raise ConfigError.of([Problem("model.preset", self.preset, rule, fix)], "the model section")
-        replaced = self.model_dump(exclude={"preset", "from_pretrained", "implementation"}, exclude_none=True)
+        replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
         except ValidationError as error:
