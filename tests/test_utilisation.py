@@ -180,5 +180,5 @@ def test_steps_to_trace(store: Path, capsys: pytest.CaptureFixture[str]) -> None
     for text in ("12:10", "0:3", "a:b", "3:", ":3", ""):
         with pytest.raises(UserError, match="first and the last step"):
             parse_steps(text)
-    assert main(["train", f"--data.store={store}", "--profile-steps=5:3"]) == 2
+    assert main(["train", f"--data.store={store}", "--trace-steps=5:3"]) == 2
     assert "as in 10:12" in capsys.readouterr().err

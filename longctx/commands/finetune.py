@@ -27,8 +27,6 @@ FULL_RATE, DPO_RATE, DPO_BETA = 1e-5, 1e-6, 0.1
 """Default peak learning rates of all parameters, without and with DPO, and beta of DPO."""
 FEWEST_STEPS = 20
 """Steps are made smaller than 64 Ki tokens to reach about this number."""
-COUNTED = 1 << 17
-"""Documents from which on steps are estimated, as counting them takes long."""
 WARMUP = 0.03
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of training that was stopped by a signal."""
@@ -127,6 +125,8 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
         first["batch"] = {"global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]}
     chosen = load(arguments.config, arguments.overrides, defaults=first)
+    if chosen.train.epochs is not None:
+        raise UserError(f"train.epochs is {chosen.train.epochs:g}, but finetune has an option for it: give --epochs instead")
     if {"store", "stores"} & chosen.data.model_fields_set:
         raise UserError(
             "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
@@ -225,21 +225,14 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
 
 
 def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, longest: int) -> int:
-    """Returns the fewest steps that read the documents `epochs` times; of many documents, by the steps of the first ones.
-
-    A step has more than its tokens: it takes whole documents. Documents above `longest` tokens are split or dropped.
-    """
+    """Returns the steps of `epochs`; documents above `longest` tokens are split or dropped."""
     from longctx.data.sampler import Sampler
-    from longctx.training.data import steps_of_run
+    from longctx.training.data import steps_of_epochs, steps_of_run
 
     changes = {"batch.global_tokens": global_tokens, "data.max_length": chosen.data.max_length or longest}
     steps = steps_of_run(chosen.changed(changes), store, ranks=1)  # their number does not matter where a length is set
     assert isinstance(steps, Sampler), "there is one store"
-    pieces = math.ceil(epochs * steps.pieces)
-    count, cursor = 0, steps.start
-    while cursor < min(pieces, COUNTED):
-        cursor, count = steps.step(cursor)[1], count + 1
-    return math.ceil(pieces / cursor * count) if cursor < pieces else count
+    return steps_of_epochs(epochs, steps)
 
 
 def _next(config: Config, export: Path) -> str:

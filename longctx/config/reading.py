@@ -146,7 +146,7 @@ def _explain(details: ErrorDetails) -> Problem:
     if details["type"] == "extra_forbidden":
         if len(keys) > 1:
             rule = f"unknown key {keys[-1]} (at {'.'.join(keys[1:-1])})"
-            return Problem(name, value, rule, f"see `longctx train --help`: {SETTINGS[name].description}")
+            return Problem(name, value, rule, f"see `longctx config {section}`: {SETTINGS[name].description}")
         if name in RENAMED:
             return Problem(name, value, f"renamed to {RENAMED[name]}", f"write {RENAMED[name]}={yaml_text(value)}")
         if name in REMOVED:

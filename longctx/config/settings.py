@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
@@ -319,6 +319,8 @@ class TrainSection(Section):
 
     steps: Count = 100
     """number of optimizer steps"""
+    epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """passes over the documents, instead of steps (null: steps)"""
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
     """seed of the initial weights and the order of documents"""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -362,23 +364,53 @@ class TrainSection(Section):
     """auto: cuda if available, otherwise cpu"""
 
 
-class OptimizerSection(Section):
-    """AdamW, with linear warm-up and cosine decay of the learning rate"""
+class ParameterGroup(Section):
+    """parameters with settings of their own"""
 
+    match: str = Field(min_length=1)
+    learning_rate_ratio: float = Field(1.0, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
+class OptimizerSection(Section):
+    """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
+
+    name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
+    """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
+    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by torchao (extra
+    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate"""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """learning rate after the warm-up; linear, cosine: decay to the end; wsd: constant, then decay (warm-up, stable, decay);
+    inverse_sqrt: peak · √(warm-up / step)"""
+    decay_share: float = Field(0.2, ge=0, le=1)
+    """share of the whole schedule in which wsd decays, at its end"""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """how wsd decays; sqrt: by 1 - √progress"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
-    """final learning rate as a share of the peak"""
+    """final learning rate as a share of the peak, of inverse_sqrt the least"""
     warmup_steps: int = Field(10, ge=0, le=LARGEST)
     """steps until the learning rate reaches its peak"""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """the same as a share of the whole schedule, which then replaces warmup_steps (null: warmup_steps)"""
     decay_steps: Count | None = None
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)
-    """decoupled weight decay"""
+    """decoupled weight decay of matrices, embeddings and the head; norms and biases have none"""
+    groups: list[ParameterGroup] = []
+    """parameters with another learning rate or weight decay: [{match: "embed|lm_head", learning_rate_ratio: 0.5, weight_decay:
+    0.0}]; match is a regular expression that is searched in names such as layers.0.self_attn.q_proj.weight; the first group
+    that matches counts"""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
-    """decay rates of the two moments, each in [0, 1)"""
+    """decay rates of AdamW's two moments, each in [0, 1)"""
     eps: float = Field(1e-8, gt=0)
-    """added to the square root of the second moment"""
+    """added to the square root of AdamW's second moment"""
+    momentum: Beta = 0.95
+    """decay rate of Muon's momentum"""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """keep an exponential moving average of the trained weights, with this decay per step; it is what is validated and exported
+    (null: no average)"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 
@@ -407,10 +439,29 @@ class CheckpointSection(Section):
     """folder to export the final model to, for transformers (null: no export)"""
 
 
+class WandbSetting(Section):
+    """a run of Weights & Biases"""
+
+    project: str
+    name: str | None = None
+    entity: str | None = None
+    tags: list[str] = []
+
+
 class LogSection(Section):
     """logging; the console line and metrics.jsonl are always written"""
 
     tensorboard: bool = True
     """write TensorBoard events"""
-    wandb: str | None = None
-    """project of Weights & Biases to log to; requires the package wandb (null: none)"""
+    wandb: WandbSetting | None = None
+    """log to Weights & Biases: {project: mine, name: first, entity: team, tags: [long]}; only the project must be given, the
+    name is otherwise that of the run folder; requires the package wandb (null: none)"""
+    every: Count = 1
+    """steps between lines on the console, which also shows the first and the last step, those with a validation, a spike or no
+    update; metrics.jsonl has all steps"""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _project(cls, value: Any) -> Any:
+        """Takes the name of a project for the whole."""
+        return {"project": value} if isinstance(value, str) else value

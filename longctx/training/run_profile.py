@@ -22,6 +22,7 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile, shipped_profiles
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.training import muon
 from longctx.training.metrics import gpu_kind
 from longctx.units import format_count
 
@@ -48,6 +49,7 @@ class Described(BaseModel):
     keep_kv: bool = False
     tensor_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)
+    optimizer: str = "adamw"
 
     @property
     def work(self) -> RankWork:
@@ -163,9 +165,14 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     if config.context.ulysses_degree not in (1, "auto"):
         work = replace(work, queries=0.0)  # heads are swapped once the queries are there
     scaled = _scaled(name, profile, described, work, "this run", node)
-    return replace(
-        scaled, lines=(*scaled.lines, *lines, *_doubts(name, described, device, gpu, config.dtype, default=asked is None))
-    )
+    if config.optimizer.name == "muon" != described.optimizer:
+        s_per_operation = scaled.profile.linear_s_per_token / (6 * work.computed)  # three passes of one product and one sum
+        operations, numbers = muon.work_of_rank(config.model_source(vocab_size).spec, ranks)
+        muon_s = operations * s_per_operation + 4 * numbers / scaled.profile.inter_node_bytes_per_s
+        scaled = replace(scaled, profile=replace(scaled.profile, step_s=scaled.profile.step_s + muon_s))
+        lines.append(f"Muon's updates take {muon_s:.3g} s of a step, by the speed of the model's products")
+    doubts = _doubts(name, described, device, gpu, config.dtype, default=asked is None)
+    return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
 
 
 def model_profile(

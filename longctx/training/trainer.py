@@ -24,6 +24,7 @@ from longctx.model.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
 from longctx.training import agreement
+from longctx.training.average import averaged
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.data import make_merging, make_planner, padding
 from longctx.training.health import FiniteLoss, NonFiniteLoss
@@ -99,7 +100,8 @@ class Trainer:
     def build(cls, config: Config, mesh: Mesh, source: ModelSource, loader: Loader | None = None, **others: Any) -> "Trainer":
         """Makes a trainer of a model with its initial weights; `others` are those of the constructor."""
         passes = Passes(config, mesh, source)
-        return cls(config, mesh, passes, make_optimizer(passes.model, config.optimizer, mesh.device), loader, **others)
+        optimizer = make_optimizer(passes.model, config.optimizer, mesh.device, mesh.stage)
+        return cls(config, mesh, passes, optimizer, loader, **others)
 
     def train(self) -> bool:
         """Runs to the last step. Returns False if a signal stopped the run before, after a checkpoint if the run writes any."""
@@ -132,7 +134,8 @@ class Trainer:
                 last, every = self.steps_done == self.config.train.steps, self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
-                    metrics = replace(metrics, **asdict(self.validator.validate()))
+                    with averaged(self.optimizer):
+                        metrics = replace(metrics, **asdict(self.validator.validate()))
                 if self.log is not None:
                     self.log.write(metrics)
                 if every is not None and (last or self.stopping or self.steps_done % every == 0):
