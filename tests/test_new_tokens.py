@@ -10,9 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from longctx.cli import main
 from longctx.config import load
 from longctx.data.new_tokens import save_with_tokens
+from longctx.data.store import Store
 from longctx.errors import UserError
+from longctx.model.source import pretrained
 from longctx.training.checks import check_model
 from longctx.training.data import RunData
+from longctx.training.saved.model_folder import keep_model_files
 from tests import launched
 from tests.huggingface_cases import build_model
 from tests.native_cases import build
@@ -95,7 +98,7 @@ def test_finetune_adds_trains_resumes_and_exports(
     assert main(["eval", str(tmp_path / "whole"), "--store", str(tmp_path / "whole" / "store")]) == 0
 
 
-def test_tokenizers_that_differ_in_other_ways_are_refused(checkpoint: Path, notes: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_kept_and_others_are_refused(checkpoint: Path, notes: Path, tmp_path: Path) -> None:
     save_with_tokens(str(checkpoint), ["<note>", "</note>"], tmp_path / "tokenizer")
     store = tmp_path / "store"
     assert main(["prepare", "--source", str(notes), "--tokenizer", str(tmp_path / "tokenizer"), "--out", str(store)]) == 0
@@ -107,6 +110,14 @@ def test_tokenizers_that_differ_in_other_ways_are_refused(checkpoint: Path, note
         check_model(config, data, config.model_source(data.vocab_size), 1)
 
     check("[<note>, </note>]")
+    bare = tmp_path / "bare"
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    assert main(["prepare", "--source", str(notes), "--tokenizer", str(file), "--out", str(bare)]) == 0
+    source = pretrained(str(checkpoint), (), "auto", split=False, entries=Store.open(bare).tokenizer.vocab_size)
+    (tmp_path / "run").mkdir()
+    keep_model_files(tmp_path / "run", source, Store.open(bare))
+    kept = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert len(kept) == source.spec.vocab_size and kept.chat_template, "the new tokenizer.json, beside the checkpoint's files"
     with pytest.raises(UserError, match=r"adds <note>, </note> to that of .*: set model.new_tokens to \[<note>, </note>\], or"):
         check("null")
     with pytest.raises(UserError, match="adds </note> to that of"):
