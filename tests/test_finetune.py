@@ -182,6 +182,8 @@ def test_a_tokenizer_may_have_more_entries_than_the_embedding(
     assert main([each.format(data=with_token, out=tmp_path / "b") for each in command]) == 2
     told = capsys.readouterr().err
     assert f"token {len(tokenizer) - 1} of" in told and "('<image>') is beyond the embedding" in told
+    assert "add entries by model.new_tokens [<image>]" in told
+    assert main([each.format(data=with_token, out=tmp_path / "c") for each in [*command, "--model.new_tokens=[<image>]"]]) == 0
 
 
 @pytest.mark.usefixtures("quick_start")

@@ -59,7 +59,7 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
 
 
 def test_documents_do_not_see_each_other() -> None:
-    shape = PRESETS["8b"].model_copy(update={"vocab_size": 128256})
+    shape = PRESETS["llama-3.1-8b"].model_copy(update={"vocab_size": 128256})
     assert model_flops(shape.spec, [1000, 1000]) == 2 * model_flops(shape.spec, [1000]) < model_flops(shape.spec, [2000])
 
 

@@ -12,6 +12,7 @@ from longctx.commands import prepare
 from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.reading import Values
+from longctx.config.settings import COMPARED_LORA_RATE, LORA_RATE
 from longctx.errors import UserError, shell
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
 SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
 OVERRIDES = True
 
-FULL_RATE, LORA_RATE = 1e-5, 2e-4
-"""Default peak learning rates, for all parameters and for adapters."""
-DPO_RATE, DPO_LORA_RATE, DPO_BETA = 1e-6, 5e-5, 0.1
-"""Default peak learning rates and beta of DPO."""
+FULL_RATE, DPO_RATE, DPO_BETA = 1e-5, 1e-6, 0.1
+"""Default peak learning rates of all parameters, without and with DPO, and beta of DPO."""
 FEWEST_STEPS = 20
 """Steps are made smaller than 64 Ki tokens to reach about this number."""
 WARMUP = 0.03
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
         f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA.\n"
         f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
-        f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with LoRA."
+        f"{DPO_RATE:g}, or {COMPARED_LORA_RATE:g} with LoRA."
     )
 
 
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     ranks, out = _checked(arguments), _out(arguments)
     chosen = _given(arguments, out)
-    _prepare(arguments, out)
+    _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
     defaults = _defaults(arguments, chosen, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
@@ -137,11 +136,15 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     return chosen
 
 
-def _prepare(arguments: argparse.Namespace, out: Path) -> None:
-    """Prepares the data, by the tokenizer of the model unless another one is given."""
+def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
+    """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
     from longctx.data.manifest import StoreError
+    from longctx.data.new_tokens import save_with_tokens
 
     tokenizer = arguments.tokenizer or arguments.model
+    if chosen.model.new_tokens is not None and arguments.tokenizer is None:
+        tokenizer = str(out / "tokenizer")
+        save_with_tokens(arguments.model, chosen.model.new_tokens, Path(tokenizer))
     data = {"source": arguments.data, "out": out / "store", "tokenizer": tokenizer, "vocab_size": None, "json": False}
     try:
         prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
@@ -195,7 +198,6 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     steps = chosen.train.steps
     if "steps" not in chosen.train.model_fields_set:
         steps = _steps(arguments.epochs, chosen, store, step, min(longest, capacity))
-    adapters = arguments.lora is not None or chosen.lora.rank is not None
     values: dict[str, dict[str, Any]] = {
         "model": {"from_pretrained": arguments.model},
         "data": {"store": str(store.path)},
@@ -207,7 +209,6 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
             "run_dir": str(out),
         },
         "optimizer": {
-            "learning_rate": LORA_RATE if adapters else FULL_RATE,
             "warmup_steps": math.ceil(WARMUP * steps),
             "weight_decay": 0.0,
             "clip_grad_norm": 1.0,
@@ -216,9 +217,10 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     }
     if store.pairs:
         values["dpo"] = {"beta": DPO_BETA}
-        values["optimizer"]["learning_rate"] = DPO_LORA_RATE if adapters else DPO_RATE
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
+    elif chosen.lora.rank is None:  # adapters have their own default
+        values["optimizer"]["learning_rate"] = DPO_RATE if store.pairs else FULL_RATE
     return values
 
 

@@ -161,6 +161,9 @@ BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
 
 def _rows() -> Iterator[Row]:
     yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
+    yield Row("model.new_tokens is not null", NEW_MODEL, "a new model has all entries of the data's tokenizer")
+    yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")
+    yield Row("model.new_tokens is not null", MASKED, "entries are added to causal models only")
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _objectives()

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
+from longctx.config.settings import COMPARED_LORA_RATE, LORA_RATE
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
@@ -56,6 +57,7 @@ def load(
         if isinstance(own_values, dict):
             values[section] = {**settings, **own_values}
     problems = [problem for override in overrides if (problem := _apply(override, values)) is not None]
+    _adapt_learning_rate(values)
     config, invalid = _validate(values)
     problems += invalid
     wrong = {problem.key for problem in problems}
@@ -104,6 +106,19 @@ def _apply(override: str, values: Values) -> Problem | None:
     if isinstance(content, dict):
         content[key] = value
     return None
+
+
+def _adapt_learning_rate(values: Values) -> None:
+    """Sets the default learning rate of adapters where there are some and no rate is set."""
+
+    def is_set(section: str, key: str) -> bool:
+        content = values.get(section)
+        return isinstance(content, dict) and content.get(key) is not None
+
+    optimizer = values.setdefault("optimizer", {}) if is_set("lora", "rank") else None
+    if isinstance(optimizer, dict):
+        compared = is_set("dpo", "beta") or is_set("policy", "loss")
+        optimizer.setdefault("learning_rate", COMPARED_LORA_RATE if compared else LORA_RATE)
 
 
 def _validate(values: Values) -> tuple[Config, list[Problem]]:

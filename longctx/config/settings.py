@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import Lora
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.presets import PRESETS, RENAMED, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
 from longctx.planning.pipeline import Schedule
@@ -20,6 +20,10 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False)]
+
+
+LORA_RATE, COMPARED_LORA_RATE = 2e-4, 5e-5
+"""Default peak learning rates of adapters; the second for DPO and policy losses."""
 
 
 class Section(BaseModel):
@@ -40,6 +44,9 @@ class _Start(Section):
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
     from_pretrained: str | None = None
     """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"""
+    new_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    """tokens, such as ["<note>"], that the data's tokenizer adds to the checkpoint's; entries that the embedding and an untied
+    head lack are added, trained and exported with the tokenizer (null: the tokenizers are the same)"""
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or pipeline parallelism,
     otherwise transformers"""
@@ -65,9 +72,11 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError if they are inconsistent."""
         if self.preset not in PRESETS:
-            fix = f"choose one of {', '.join(PRESETS)}"
-            raise ConfigError.of([Problem("model.preset", self.preset, "unknown preset", fix)], "the model section")
-        replaced = self.model_dump(exclude={"preset", "from_pretrained", "implementation"}, exclude_none=True)
+            rule, fix = "unknown preset", f"choose one of {', '.join(PRESETS)}"
+            if self.preset in RENAMED:
+                rule, fix = "this preset was renamed", f"write {RENAMED[self.preset]}"
+            raise ConfigError.of([Problem("model.preset", self.preset, rule, fix)], "the model section")
+        replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
         except ValidationError as error:
@@ -95,7 +104,8 @@ class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
     rank: Count | None = None
-    """rank of the adapters (null: no LoRA, all weights are trained)"""
+    """rank of the adapters (null: no LoRA, all weights are trained); optimizer.learning_rate is then 2e-4 by default, 5e-5 with
+    DPO or a policy loss"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     dropout: float = Field(0.0, ge=0, le=1)
@@ -236,8 +246,8 @@ class ContextSection(Section):
     """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
     profile: str | None = None
     """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are scaled to the
-    model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, h100-nvlink-ib on other
-    GPUs)"""
+    model and parallel sizes of the run (null: the shipped one for the device by its name, cpu-2core on a CPU; for a GPU without
+    one h100-nvlink-ib, with a warning)"""
     max_remote_tokens: Count | None = None
     """split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need less memory and
     more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, three with
