@@ -47,6 +47,7 @@ def _first_line(run: Run, trainer: Trainer) -> str:
         total = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         parameters = f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
+        parameters += f", peak learning rate {config.optimizer.learning_rate:g}"
     return (
         f"{parameters} on {run.launch.world_size} ranks ({computed_by(config, model.spec, run.device.type)}), "
         f"{start}; {_documents(store)}, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"

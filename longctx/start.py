@@ -15,6 +15,7 @@ from longctx.attention.kernels import choose_kernel
 from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config, check
 from longctx.config.combinations import why_apart
+from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
@@ -26,7 +27,15 @@ from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import attention_requests, join_run
-from longctx.training.checks import check_export, check_model, check_pairs, check_rollouts, check_vocabulary
+from longctx.training.checks import (
+    changes_of_optimizer,
+    check_export,
+    check_groups,
+    check_model,
+    check_pairs,
+    check_rollouts,
+    check_vocabulary,
+)
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import state_bytes
@@ -47,7 +56,7 @@ def train(
     resume: bool = False,
     resume_if_any: bool = False,
     continued: Path | None = None,
-    profile_steps: range | None = None,
+    trace_steps: range | None = None,
 ) -> int:
     """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
 
@@ -57,7 +66,7 @@ def train(
         resume_if_any: the same if there is a checkpoint, else start from the beginning.
         continued: folder of another run, whose newest complete checkpoint is the beginning of this run: weights, moments, step
             and places in the stores. Lengths, stores, batch, parallelism and RoPE may differ.
-        profile_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
+        trace_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
 
     Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a signal ended the run, 2 or 1
     for an error after the processes joined, which is printed to standard error.
@@ -65,7 +74,7 @@ def train(
     """
     check(config, world_size=Launch.read().world_size)
     run = prepare(config, resume=resume, resume_if_any=resume_if_any, continued=continued)
-    run = replace(run, traced=profile_steps)
+    run, config = replace(run, traced=trace_steps), run.config
     rank, peers = run.launch.rank, None
     stop = StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():
@@ -105,9 +114,13 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     if continued is not None and config.dpo.beta is not None:
         rule = "DPO compares with the model at the start of the run"
         raise UserError(f"--continue is {continued}, but {rule}: export that run, and start from it")
+    if continued is not None and config.train.epochs is not None:
+        rule = "the steps of both runs are counted: set train.steps instead"
+        raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
     check_wandb(config.log.wandb)
     check_rollouts(config)
     run = Run.open(config)
+    config = run.config
     _log_kernels(run)
     if config.train.float8 is not None:
         check_float8(run.device)
@@ -119,12 +132,15 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
             compile_variants(config.context.kernel, request, heads, window=layer.window is not None)
     check_vocabulary(config, spec)
     check_model(config, run.data, run.source, run.launch.world_size)
+    check_groups(config, run.source)
     check_pairs(config, run.data)
     if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)
         refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
-    saved_bytes = torch.float32.itemsize + state_bytes(config.optimizer)
-    size = 0 if config.checkpoint.every is None else saved_bytes * spec.trained_parameters
+    size = 0
+    if config.checkpoint.every is not None:
+        trained = spec.trained_parameters
+        size = torch.float32.itemsize * trained + state_bytes(config.optimizer, trained, spec.trained_matrices)
     saved, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
@@ -132,9 +148,10 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
         saved, more = checkpoint.to_continue(continued, config.train.steps)
         damaged += more
     run = replace(run, checkpoint=saved)
+    changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
     check_export(config, saved if run.resumes else None)
     if run.launch.rank == 0:
-        for sentence in damaged + _notes(config, run.device):
+        for sentence in damaged + changes + _notes(config, run.device):
             print(f"longctx train: {sentence}", file=sys.stderr)
     return run
 
@@ -156,9 +173,11 @@ def _notes(config: Config, device: torch.device) -> list[str]:
         notes.append("offloading has no effect: on a CPU everything is in host memory already")
     if on_gpu and config.dtype == "float32":
         notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
-    if config.optimizer.warmup_steps > config.schedule_steps:
+    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps > config.schedule_steps:
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
+    if config.policy.loss is not None and config.optimizer.learning_rate == OptimizerSection().learning_rate:
+        notes.append(f"optimizer.learning_rate is {config.optimizer.learning_rate:g}, and policy gradients mostly take 1e-6")
     if config.dpo.beta is not None and config.data.merge_prefixes is None:
         notes += [f"data.merge_prefixes is off, as it is {problem.rule}" for problem in why_apart(config)[:1]]
     return notes

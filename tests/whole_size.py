@@ -191,7 +191,7 @@ def as_on_gpus(config: Config) -> Iterator[None]:
     def norm(module: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
         return FusedNorm.apply(x, module.weight)
 
-    def optimizer(model: nn.Module, settings: Any, device: torch.device) -> torch.optim.Optimizer:
+    def optimizer(model: Any, settings: Any, device: torch.device, stage: Any = None) -> torch.optim.Optimizer:
         return make_optimizer(model, settings, torch.device("cuda"))
 
     def recompute(*args: Any, **named: Any) -> None:

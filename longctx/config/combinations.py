@@ -161,6 +161,9 @@ BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
 
 def _rows() -> Iterator[Row]:
     yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
+    yield Row("model.new_tokens is not null", NEW_MODEL, "a new model has all entries of the data's tokenizer")
+    yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")
+    yield Row("model.new_tokens is not null", MASKED, "entries are added to causal models only")
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _objectives()
@@ -168,6 +171,7 @@ def _rows() -> Iterator[Row]:
     yield from _data()
     yield from _parallelism()
     yield from _experts()
+    yield from _optimizers()
     yield from _speed()
 
 
@@ -224,6 +228,10 @@ def _data() -> Iterator[Row]:
     yield Row("eval.every is not null", no_documents, "there are no documents to validate on")
     other_store = Where("eval.store is not null", ("eval.store=null",))
     yield Row("data.held_out > 0", other_store, "validation uses eval.store, and held-out documents would never be used")
+    mix = Where("data.stores is not null", ("data.stores=null",))
+    yield Row("train.epochs is not null", mix, "stores of a mix have epochs of their own, so that steps must be set")
+    epochs = Where("train.epochs is not null", ("train.epochs=null",))
+    yield Row("train.steps is not 100", epochs, "epochs give the number of steps")
     no_checkpoints = Where("checkpoint.every is null", ("checkpoint.every=100",))
     yield Row("checkpoint.export is not null", no_checkpoints, "the last checkpoint is exported")
     yield from _merging()
@@ -274,6 +282,18 @@ def _experts() -> Iterator[Row]:
     no_bias = "the bias of the router is false and the router is not none and model.from_pretrained is"
     yield Row("balance.bias_rate > 0", Where(f"{no_bias} null", ("model.router_bias=true",)), "the router has no bias to move")
     yield Row("balance.bias_rate > 0", Where(f"{no_bias} not null"), "the router has no bias to move")
+
+
+def _optimizers() -> Iterator[Row]:
+    not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
+    yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
+    not_wsd = Where("optimizer.schedule is not wsd", ("optimizer.schedule=wsd",))
+    for setting in ("optimizer.decay_share is not 0.2", "optimizer.decay_shape is not linear"):
+        yield Row(setting, not_wsd, "it has no effect")
+    constant = Where("optimizer.schedule is constant", ("optimizer.schedule=cosine",))
+    yield Row("optimizer.min_learning_rate_ratio is not 0.1", constant, "it has no effect")
+    eight_bit = Where("optimizer.name is adamw-8bit", ("optimizer.name=adamw",))
+    yield Row("train.offload_optimizer is true", eight_bit, "8-bit moments stay on the device")
 
 
 def _speed() -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator
 
 from longctx.config.combinations import ROWS
@@ -33,7 +34,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     except UserError as error:
         problems += _model(config, error)
     problems += [problem for row in ROWS if (problem := row.problem(config, spec)) is not None]
-    for rule in (_missing, _stores, _files, _bins, _shares):
+    for rule in (_missing, _stores, _files, _bins, _shares, _groups):
         problems += rule(config)
     if spec is not None:
         for rule_on_model in (_layers, _tensor, _experts):
@@ -78,6 +79,7 @@ def _missing(config: Config) -> Iterator[Problem]:
     for key, value, package, extra in (
         ("lora.rank", config.lora.rank, "peft", "huggingface"),
         ("train.float8", config.train.float8, "torchao", "gpu"),
+        ("optimizer.name", "adamw-8bit" if config.optimizer.name == "adamw-8bit" else None, "torchao", "gpu"),
     ):
         if value is not None and not _installed(package):
             rule = f"this setting needs {package}, which is not installed"
@@ -146,6 +148,16 @@ def _shares(config: Config) -> Iterator[Problem]:
                 rule = f"float8 products need a multiple of {FLOAT8_ROWS} tokens, to which the tokens of each rank are padded"
                 fix = f"set it to {tokens + -tokens % FLOAT8_ROWS}, or omit train.float8"
                 yield Problem(key, tokens, rule, fix, ("train.float8",))
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    """Checks the regular expressions of parameter groups."""
+    for group in config.optimizer.groups:
+        try:
+            re.compile(group.match)
+        except re.error as error:
+            rule = f"not a regular expression: {error}"
+            yield Problem("optimizer.groups", group.match, rule, "correct it, or escape special characters with \\")
 
 
 def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:

@@ -59,7 +59,8 @@ class Config(BaseModel):
         source, rope, masked = self.model.from_pretrained, self.model.changed_rope, self.masked.share is not None
         if self.lora.adapters is not None:
             return adapted(source, rope, self.lora.adapters, self.dtype, masked)
-        return pretrained(source, rope, self.model.implementation, split, masked)
+        entries = (vocab_size or 0) if self.model.new_tokens is not None else 0
+        return pretrained(source, rope, self.model.implementation, split, masked, entries)
 
     @property
     def dtype(self) -> str:

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import Lora
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.presets import PRESETS, RENAMED, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
 from longctx.planning.pipeline import Schedule
@@ -20,6 +20,10 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False)]
+
+
+LORA_RATE, COMPARED_LORA_RATE = 2e-4, 5e-5
+"""Default peak learning rates of adapters; the second for DPO and policy losses."""
 
 
 class Section(BaseModel):
@@ -40,6 +44,9 @@ class _Start(Section):
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
     from_pretrained: str | None = None
     """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"""
+    new_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    """tokens, such as ["<note>"], that the data's tokenizer adds to the checkpoint's; entries that the embedding and an untied
+    head lack are added, trained and exported with the tokenizer (null: the tokenizers are the same)"""
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or pipeline parallelism,
     otherwise transformers"""
@@ -65,9 +72,11 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError if they are inconsistent."""
         if self.preset not in PRESETS:
-            fix = f"choose one of {', '.join(PRESETS)}"
-            raise ConfigError.of([Problem("model.preset", self.preset, "unknown preset", fix)], "the model section")
-        replaced = self.model_dump(exclude={"preset", "from_pretrained", "implementation"}, exclude_none=True)
+            rule, fix = "unknown preset", f"choose one of {', '.join(PRESETS)}"
+            if self.preset in RENAMED:
+                rule, fix = "this preset was renamed", f"write {RENAMED[self.preset]}"
+            raise ConfigError.of([Problem("model.preset", self.preset, rule, fix)], "the model section")
+        replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
         except ValidationError as error:
@@ -95,7 +104,8 @@ class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
     rank: Count | None = None
-    """rank of the adapters (null: no LoRA, all weights are trained)"""
+    """rank of the adapters (null: no LoRA, all weights are trained); optimizer.learning_rate is then 2e-4 by default, 5e-5 with
+    DPO or a policy loss"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     dropout: float = Field(0.0, ge=0, le=1)
@@ -239,8 +249,8 @@ class ContextSection(Section):
     """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
     profile: str | None = None
     """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are scaled to the
-    model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, h100-nvlink-ib on other
-    GPUs)"""
+    model and parallel sizes of the run (null: the shipped one for the device by its name, cpu-2core on a CPU; for a GPU without
+    one h100-nvlink-ib, with a warning)"""
     max_remote_tokens: Count | None = None
     """split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need less memory and
     more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, three with
@@ -312,6 +322,8 @@ class TrainSection(Section):
 
     steps: Count = 100
     """number of optimizer steps"""
+    epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """passes over the documents, instead of steps (null: steps)"""
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
     """seed of the initial weights, of masks, and of the order of documents unless data.seed is set"""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -355,23 +367,53 @@ class TrainSection(Section):
     """auto: cuda if available, otherwise cpu"""
 
 
-class OptimizerSection(Section):
-    """AdamW, with linear warm-up and cosine decay of the learning rate"""
+class ParameterGroup(Section):
+    """parameters with settings of their own"""
 
+    match: str = Field(min_length=1)
+    learning_rate_ratio: float = Field(1.0, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
+class OptimizerSection(Section):
+    """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
+
+    name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
+    """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
+    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by torchao (extra
+    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate"""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """learning rate after the warm-up; linear, cosine: decay to the end; wsd: constant, then decay (warm-up, stable, decay);
+    inverse_sqrt: peak · √(warm-up / step)"""
+    decay_share: float = Field(0.2, ge=0, le=1)
+    """share of the whole schedule in which wsd decays, at its end"""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """how wsd decays; sqrt: by 1 - √progress"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
-    """final learning rate as a share of the peak"""
+    """final learning rate as a share of the peak, of inverse_sqrt the least"""
     warmup_steps: int = Field(10, ge=0, le=LARGEST)
     """steps until the learning rate reaches its peak"""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """the same as a share of the whole schedule, which then replaces warmup_steps (null: warmup_steps)"""
     decay_steps: Count | None = None
     """steps of the whole schedule, if another run continues this one (null: train.steps)"""
     weight_decay: float = Field(0.1, ge=0)
-    """decoupled weight decay"""
+    """decoupled weight decay of matrices, embeddings and the head; norms and biases have none"""
+    groups: list[ParameterGroup] = []
+    """parameters with another learning rate or weight decay: [{match: "embed|lm_head", learning_rate_ratio: 0.5, weight_decay:
+    0.0}]; match is a regular expression that is searched in names such as layers.0.self_attn.q_proj.weight; the first group
+    that matches counts"""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
-    """decay rates of the two moments, each in [0, 1)"""
+    """decay rates of AdamW's two moments, each in [0, 1)"""
     eps: float = Field(1e-8, gt=0)
-    """added to the square root of the second moment"""
+    """added to the square root of AdamW's second moment"""
+    momentum: Beta = 0.95
+    """decay rate of Muon's momentum"""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """keep an exponential moving average of the trained weights, with this decay per step; it is what is validated and exported
+    (null: no average)"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 
@@ -400,10 +442,29 @@ class CheckpointSection(Section):
     """folder to export the final model to, for transformers (null: no export)"""
 
 
+class WandbSetting(Section):
+    """a run of Weights & Biases"""
+
+    project: str
+    name: str | None = None
+    entity: str | None = None
+    tags: list[str] = []
+
+
 class LogSection(Section):
     """logging; the console line and metrics.jsonl are always written"""
 
     tensorboard: bool = True
     """write TensorBoard events"""
-    wandb: str | None = None
-    """project of Weights & Biases to log to; requires the package wandb (null: none)"""
+    wandb: WandbSetting | None = None
+    """log to Weights & Biases: {project: mine, name: first, entity: team, tags: [long]}; only the project must be given, the
+    name is otherwise that of the run folder; requires the package wandb (null: none)"""
+    every: Count = 1
+    """steps between lines on the console, which also shows the first and the last step, those with a validation, a spike or no
+    update; metrics.jsonl has all steps"""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _project(cls, value: Any) -> Any:
+        """Takes the name of a project for the whole."""
+        return {"project": value} if isinstance(value, str) else value

@@ -18,6 +18,7 @@ from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.work import layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
 from longctx.training.optimizer import state_bytes
+from longctx.training.optimizers import muon
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Weights:
         trained_block, trained_root, trained_head, trained: those with gradients: all, or only adapters. The head is the
             vocabulary matrix of the last stage, and a part of the root.
         stored: those of whose shards a rank has float32 values and optimizer state.
+        matrices: those of `stored` that are in matrices of blocks.
         largest: the largest parameter, or with adapters an upper bound.
     """
 
@@ -107,6 +109,7 @@ class Weights:
         self.trained_head = 0 if spec.adapted or not last else embedding
         self.trained = layers * self.trained_block + self.trained_root
         self.stored = self.trained if spec.adapted else self.all
+        self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
         matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
@@ -139,12 +142,12 @@ class RankMemory:
     def _keep_gradients(self, ranks: int) -> None:
         """Computes what outlives a micro-batch: shards of weights and optimizer state, and gradients of earlier ones."""
         weights, in_pipeline = self.weights, self.config.pipeline.ranks > 1
-        shards = self.config.parallel.shard_ranks or self.config.domain(ranks)
+        shards = self.shards = self.config.parallel.shard_ranks or self.config.domain(ranks)
         self.shard = FLOAT32 * weights.stored // shards
         self.fixed = Memory("", pipeline=self.pipeline())
         if not (self.config.train.offload_optimizer and self.fused):
             parameters = FLOAT32 * weights.stored + self.block.number * (weights.all - weights.stored)
-            optimizer = state_bytes(self.config.optimizer) * weights.stored // shards
+            optimizer = state_bytes(self.config.optimizer, weights.stored, weights.matrices) // shards
             self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1
@@ -183,7 +186,10 @@ class RankMemory:
         yield self._end_of_backward()
         in_host_memory = self.fused and self.config.train.offload_optimizer
         # Without fused operations, the optimizer needs two temporaries of the largest parameter's size.
-        working = 0 if self.fused else 2 * FLOAT32 * self.weights.largest
+        fused = self.fused and self.config.optimizer.name != "adamw-8bit"
+        working = 0 if fused else 2 * FLOAT32 * self.weights.largest
+        if self.config.optimizer.name == "muon":
+            working = max(working, muon.working_bytes(self.layer, self.weights.matrices // self.shards))
         yield replace(self.fixed, moment="optimizer", gradients=0 if in_host_memory else self.shard, working=working)
 
     def _in_block(self, moment: str, **parts: int) -> Memory:

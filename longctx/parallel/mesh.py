@@ -41,7 +41,7 @@ class Mesh:
         control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
         experts: mesh of the ranks with this stage of the model: those that hold each expert once, then the others, as in
             `weights`; None if no experts are split.
-        tokens: group of all ranks with this stage of the model, for sums over tokens; None without experts.
+        tokens: group of all ranks with this stage of the model, if experts or tensor ranks share it, for sums over tokens.
         pipeline: group of the ranks whose stages form one model, in order; None without a pipeline.
         ends: group of the first and last rank of `pipeline`, which share a tied embedding; None on other ranks and without a
             pipeline.
@@ -86,6 +86,11 @@ class Mesh:
     def pipeline_rank(self) -> int:
         """Rank of this process in its pipeline; 0 without one."""
         return 0 if self.pipeline is None else dist.get_rank(self.pipeline)
+
+    @property
+    def stage(self) -> dist.ProcessGroup:
+        """Group of all ranks with this stage of the model."""
+        return self.tokens or self.domain.get_group()
 
     @property
     def counts(self) -> bool:
@@ -207,10 +212,10 @@ def make_groups(
         columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)
         stages, ends = _my_group(columns, timeout), _my_group(columns[:, [0, -1]], timeout)
     experts = tokens = None
-    if expert is not None:
+    if expert is not None or tensor > 1:
         tokens = _my_group(numbers.reshape(pipeline, -1), timeout)
-        if expert * tensor > 1:
-            experts = _expert_mesh(device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout)
+    if expert is not None and expert * tensor > 1:
+        experts = _expert_mesh(device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout)
     mesh = Mesh(device, domain, weights, of_tensor, copies, exchange, control, stages, ends, experts, tokens, across)
     for group in (exchange, across, stages, ends):
         if group is not None:

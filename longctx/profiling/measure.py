@@ -203,6 +203,7 @@ def _describe(config: Config, mesh: Mesh, shape: ModelShape, machine: Mapping[st
             "keep_kv": bool(config.context.keep_kv),
             "tensor_parallel_size": config.parallel.tensor_parallel_size,
             "expert_parallel_size": config.parallel.expert_parallel_size,
+            "optimizer": config.optimizer.name,
         }
     )
 

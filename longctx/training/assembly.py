@@ -35,7 +35,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     """
     config, saved = run.config, run.checkpoint
     passes = Passes(config, mesh, run.source)
-    optimizer = make_optimizer(passes.model, config.optimizer, mesh.device)
+    optimizer = make_optimizer(passes.model, config.optimizer, mesh.device, mesh.stage)
     resumed = saved if run.resumes else None
     max_length = choose_max_length(config, mesh.world_size, resumed, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)
@@ -118,6 +118,8 @@ def begin_folder(
         config.train.run_dir,
         after_step=0 if saved is None else saved.step,
         tensorboard=config.log.tensorboard,
+        every=config.log.every,
+        last_step=config.train.steps,
         wandb=config.log.wandb,
         settings=config.model_dump(mode="json"),
     )

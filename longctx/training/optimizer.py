@@ -1,54 +1,127 @@
-"""AdamW with weight decay on matrices only; the learning rate, a pure function of the step; norm and clipping of gradients."""
+"""The optimizer, with weight decay on matrices only; the learning rate, a pure function of the step; norm and clipping of
+gradients.
+"""
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from longctx.config.settings import OptimizerSection
+from longctx.config.settings import OptimizerSection, ParameterGroup
+from longctx.model.protocol import Model
+from longctx.parallel.expert import sparse_layers
+from longctx.training.optimizers.average import keep_average
+from longctx.training.optimizers.muon import Muon, is_first_copy
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
-    """Makes AdamW over all trained parameters, without weight decay for norms (one-dimensional). Fused on CUDA."""
-    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}  # fused operations need parameters on the same mesh
-    for parameter in model.parameters():
+def make_optimizer(
+    model: Model, settings: OptimizerSection, device: torch.device, stage: dist.ProcessGroup | None = None
+) -> torch.optim.Optimizer:
+    """Makes the optimizer of all trained parameters, without weight decay for vectors: norms and biases. Fused on CUDA.
+
+    `stage` is the group of all ranks with the same parameters or parts of them; None: this process alone. Collective for Muon.
+    """
+    matrices = matrices_of(model) if settings.name == "muon" else {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            chosen = group_of(name, settings)
+            decay = settings.weight_decay if parameter.dim() > 1 else 0.0
+            if chosen is not None and chosen.weight_decay is not None:
+                decay = chosen.weight_decay
+            options = {"weight_decay": decay, "learning_rate_ratio": 1.0 if chosen is None else chosen.learning_rate_ratio}
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
-    decayed = [
-        {"params": parameters, "weight_decay": settings.weight_decay if is_matrix else 0.0}
-        for (is_matrix, _), parameters in groups.items()
-    ]
-    return torch.optim.AdamW(
-        decayed, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
-    )
+            if parameter in matrices:
+                options["momentum"] = settings.momentum
+            # Fused operations need parameters on the same mesh.
+            group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
+            group["params"].append(parameter)
+    adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    optimizer: torch.optim.Optimizer
+    if settings.name == "muon":
+        optimizer = Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
+    elif settings.name == "adamw-8bit":
+        from longctx.training.optimizers.eight_bit import EightBit  # torchao takes seconds, and is in an extra
+
+        optimizer = EightBit(list(groups.values()), **adamw)
+    else:
+        optimizer = torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
+    if settings.ema_decay is not None:
+        keep_average(optimizer, settings.ema_decay)
+    return optimizer
 
 
-def state_bytes(settings: OptimizerSection) -> int:
-    """Returns the bytes of optimizer state for every trained parameter: AdamW's two moments, in float32."""
-    return 2 * torch.float32.itemsize
+def group_of(name: str, settings: OptimizerSection) -> ParameterGroup | None:
+    """Returns the first group of the settings that matches the name of a parameter."""
+    return next((group for group in settings.groups if re.search(group.match, name)), None)
+
+
+def matrices_of(model: Model) -> dict[nn.Parameter, int]:
+    """Returns the trained matrices of the blocks, and how many are stacked in each: one, or one per expert.
+
+    Vectors are no matrices, nor are depthwise convolutions, which have a side of 1.
+    """
+    experts = {
+        parameter: layer.gate.shape.num_experts for layer in sparse_layers(model) for parameter in layer.experts.parameters()
+    }
+    return {
+        parameter: experts.get(parameter, parameter.shape[0] if parameter.dim() == 3 else 1)
+        for parameter in model.layers.parameters()
+        if parameter.requires_grad and parameter.dim() in (2, 3) and min(parameter.shape[-2:]) > 1
+    }
+
+
+def state_bytes(settings: OptimizerSection, parameters: int, matrices: int) -> int:
+    """Returns the bytes of optimizer state of `parameters`, of which `matrices` are in matrices of blocks.
+
+    AdamW has two moments in float32, or in 8 bits with a scale per block; Muon has one of matrices. An average is one more.
+    """
+    average = 0 if settings.ema_decay is None else parameters * torch.float32.itemsize
+    if settings.name == "adamw-8bit":
+        return average + 2 * (parameters + parameters * torch.float32.itemsize // 256)
+    moments = 2 * parameters - (matrices if settings.name == "muon" else 0)
+    return average + moments * torch.float32.itemsize
+
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""Shapes of decay, from 1 to 0 while progress goes from 0 to 1."""
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
-    """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then cosine decay.
+    """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then the schedule.
 
     A warm-up longer than the run is shortened to it.
     """
-    warmup = min(settings.warmup_steps, steps)
+    peak, ratio, schedule = settings.learning_rate, settings.min_learning_rate_ratio, settings.schedule
+    warmup = settings.warmup_steps if settings.warmup_ratio is None else round(settings.warmup_ratio * steps)
+    warmup = min(warmup, steps)
     if step <= warmup:
-        return settings.learning_rate * step / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    ratio = settings.min_learning_rate_ratio
-    return settings.learning_rate * (ratio + (1 - ratio) * cosine)
+        return peak * step / warmup
+    if schedule == "constant":
+        return peak
+    if schedule == "inverse_sqrt":
+        return peak * max(ratio, math.sqrt(max(1, warmup) / step))
+    begin, decay = warmup, DECAYS[settings.decay_shape if schedule == "wsd" else schedule]
+    if schedule == "wsd":
+        begin = max(warmup, steps - round(settings.decay_share * steps))
+    progress = (step - begin) / max(1, steps - begin)
+    return peak * (ratio + (1 - ratio) * decay(min(1.0, max(0.0, progress))))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of all groups, each times its ratio."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        own = rate * group["learning_rate_ratio"]
+        group["lr"] = torch.full_like(group["lr"], own) if isinstance(group["lr"], torch.Tensor) else own
 
 
 @torch.no_grad()
@@ -61,7 +134,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, n
 @torch.no_grad()
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
     """Returns the sum of squares of this process's parts of tensors sharded over all processes; replicas count once."""
-    counted = [_local(tensor) for tensor in tensors if _is_first_copy(tensor)]
+    counted = [_local(tensor) for tensor in tensors if is_first_copy(tensor)]
     # In float32 a CPU sums naively: over 10⁸ numbers the norm would be 2 % too small.
     squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum() if counted else torch.zeros(())
     return float(squares)
@@ -77,12 +150,3 @@ def norm_of(sums: torch.Tensor) -> float:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_first_copy(gradient: torch.Tensor) -> bool:
-    """Returns True if this rank is the first of the ranks that hold this part of a gradient."""
-    if not isinstance(gradient, DTensor):
-        return True
-    coordinate = gradient.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return not any(place for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate())

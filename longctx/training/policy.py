@@ -169,7 +169,9 @@ class PolicyWeights:
         self._present = torch.zeros(rows, dtype=torch.float64)
 
     def to(self, device: torch.device) -> "PolicyWeights":
-        """Moves all to `device`, and returns itself."""
+        """Moves all to `device` once, and returns itself."""
+        if self._present.device.type == device.type:
+            return self
         self.held = {name: copy_to(values, device) for name, values in self.held.items()}
         self._present = copy_to(self._present, device)
         if self.known is not None:

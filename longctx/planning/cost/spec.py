@@ -68,6 +68,16 @@ class LayerSpec:
     def parameters(self) -> int:
         return self.matrix_parameters + self.other_parameters + self.idle_parameters + self.adapter_parameters
 
+    @property
+    def matrix_shapes(self) -> list[tuple[int, int, int]]:
+        """Numbers, rows and columns of the matrices of attention and MLP; linear attention's count as those of attention."""
+        attention = [
+            (2, heads * self.head_dim, self.hidden_size) for heads in (self.num_attention_heads, self.num_key_value_heads)
+        ]
+        width = self.expert_parameters // (3 * self.experts * self.hidden_size) if self.experts else 0
+        mlps = [(self.mlp_matrices, self.intermediate_size - self.routed_size), (3 * self.experts, width)]
+        return attention + [(count, self.hidden_size, columns) for count, columns in mlps if count * columns]
+
     def multiplications(self, keys: int) -> int:
         """Returns the multiplications for one token that attends to `keys` tokens, without those of norms."""
         seen = 0 if not self.attends else keys if self.window is None else min(keys, self.window)
@@ -158,6 +168,13 @@ class ModelSpec:
     def trained_parameters(self) -> int:
         """Number of parameters with gradients. Needs `vocab_size`."""
         return sum(layer.adapter_parameters for layer in self.layers) if self.adapted else self.parameters
+
+    @property
+    def trained_matrices(self) -> int:
+        """Number of parameters with gradients in matrices of blocks."""
+        if self.adapted:
+            return self.trained_parameters
+        return sum(layer.matrix_parameters + layer.idle_parameters for layer in self.layers)
 
     @property
     def multiplied_parameters(self) -> int:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from longctx.checksums import Read, damage, inside, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
+from longctx.training.optimizers.average import AVERAGE
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
@@ -242,9 +244,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
     """Returns weights and optimizer state; of a partly frozen model only the trained weights."""
     new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
-    if new:  # torch has made its state by a step with gradients of zero, which counts
+    if new:  # torch has made its state by a step with gradients of zero, which leaves moments at zero, but counts
         for value in (value for values in optimizer.state.values() for value in values.values()):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not value.dim():
                 value.zero_()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) < len(list(model.parameters())):
@@ -254,7 +256,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 def _moments(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the optimizer's state that is saved: settings of the optimizer are those of the run."""
-    return {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
+    moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
+    if "torchao.optim" in sys.modules:
+        from longctx.training.optimizers.eight_bit import plain
+
+        return plain(moments)
+    return moments
 
 
 def _load(state: dict[str, Any], folder: Path, purpose: str, group: dist.ProcessGroup | None) -> None:
@@ -268,10 +275,13 @@ def _load(state: dict[str, Any], folder: Path, purpose: str, group: dist.Process
 
 
 class SavedWeights:
-    """The weights of a checkpoint, sharded over any number of ranks, read by name in one process. Raises CheckpointError."""
+    """The weights of a checkpoint, sharded over any number of ranks, read by name in one process. Raises CheckpointError.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    With `averages`, their moving averages in their place, where there are any.
+    """
+
+    def __init__(self, folder: Path, *, averages: bool = False) -> None:
+        self.folder, self._averages = folder, averages
         try:
             self._saved = TensorReader(folder).read_metadata().state_dict_metadata
         except (OSError, CheckpointError) as error:
@@ -289,14 +299,27 @@ class SavedWeights:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns whole tensors on the CPU."""
         weights = {name: self._empty(name, "cpu") for name in names}
-        state: dict[str, Any] = {"model": weights}
+        state: dict[str, Any] = {"model": {}, "optimizer": {}}
+        for name, weight in weights.items():
+            part, _, key = self._key(name).partition(".")
+            state[part][key] = weight
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process
             _load(state, self.folder, EARLIER, None)
         return weights
 
+    @property
+    def averaged(self) -> bool:
+        """Whether there are averages."""
+        return any(name.endswith(f".{AVERAGE}") for name in self.names)
+
+    def _key(self, name: str) -> str:
+        """Returns the name of a weight, or of its average, among all tensors."""
+        average = f"optimizer.state.{name}.{AVERAGE}"
+        return average if self._averages and average in self._saved else f"model.{name}"
+
     def _empty(self, name: str, device: str) -> torch.Tensor:
-        saved = self._saved.get(f"model.{name}")
+        saved = self._saved.get(self._key(name))
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(f"{self.folder} has no {name}: it is not a checkpoint of the whole model")
         return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)

@@ -1,0 +1,54 @@
+"""8-bit AdamW by torchao. Blocks of moments with a common scale lie within the rows of a parameter, so that shards never cut
+them: weights do not depend on the number of ranks, and checkpoints, which have codes and scales as plain tensors, go on on any.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+BLOCK = 256
+SMALLEST = 4096
+"""Parameters with fewer numbers have moments in float32, as in torchao."""
+
+
+class EightBit(AdamW8bit):  # type: ignore[misc]  # torchao is untyped
+    """torchao's AdamW, whose moments are in 8 bits where a rank's rows of a parameter consist of whole blocks."""
+
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
+        local = p.to_local() if isinstance(p, DTensor) else p
+        if p.numel() < SMALLEST or local.shape[-1] % BLOCK or not local.numel():
+            return torch.zeros_like(p)
+        zeros = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
+        return like(p, zeros, p.shape) if isinstance(p, DTensor) else zeros
+
+    def step(self, closure: None = None) -> None:
+        """Updates all parameters. torchao compiles the update, which runs as it is where all parameters are on a CPU."""
+        on_gpu = any(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
+        with torch.compiler.set_stance("default" if on_gpu else "force_eager"):
+            super().step(closure)
+
+
+def plain(moments: dict[str, Any]) -> dict[str, Any]:
+    """Returns moments by name, of which 8-bit ones are replaced by their codes and scales, in the same memory."""
+    result = {}
+    for name, value in moments.items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if not isinstance(local, OptimState8bit):
+            result[name] = value
+            continue
+        *rows, columns = local.shape
+        scale = local.scale.view(*rows, columns // BLOCK)
+        whole = value.shape
+        result[f"{name}.codes"] = like(value, local.codes, whole) if isinstance(value, DTensor) else local.codes
+        shape = torch.Size((*whole[:-1], whole[-1] // BLOCK))
+        result[f"{name}.scale"] = like(value, scale, shape) if isinstance(value, DTensor) else scale
+    return result
+
+
+def like(tensor: DTensor, local: torch.Tensor, shape: torch.Size) -> DTensor:
+    """Returns a tensor of this `shape` that is sharded like another one, of which this rank has the part `local`."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
