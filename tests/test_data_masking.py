@@ -135,7 +135,8 @@ def test_neither_plan_nor_ranks_change_what_is_masked(store: Store, ranks: int) 
 
 
 def loader(store: Store, **settings: object) -> Loader:
-    given = {"rank": 0, "ranks": 1, "global_tokens": 200, "seed": 7, "max_length": 100, "masking": masking(), **settings}
+    cut = {"max_length": 100, "long_documents": "split"}
+    given = {"rank": 0, "ranks": 1, "global_tokens": 200, "seed": 7, "masking": masking(), **cut, **settings}
     return Loader(store, planner=lambda lengths: make_plan(lengths, ranks=1, tokens_per_rank=400, profile=PROFILE), **given)
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from longctx.cli import main
 from longctx.commands.export import parse_size
 from longctx.config import Config
+from longctx.data.tokenizer import Tokenizer
 from longctx.model.checkpoint_files import INDEX, CheckpointFiles
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
@@ -66,7 +67,13 @@ def save_source(folder: Path) -> None:
     if kind == "deepseek_v3":  # transformers reads and writes a part of it in float32
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(folder)
     (folder / "additional_chat_templates").mkdir()
-    texts = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "trainer_state.json": "{}", SECOND: "{{ tools }}"}
+    texts = {"tokenizer.json": Tokenizer.bytes().text, "chat_template.jinja": "{{ messages }}", "trainer_state.json": "{}"}
+    texts[SECOND] = "{{ tools }}"
+        "tokenizer.json": Tokenizer.bytes().text,
+        "chat_template.jinja": "{{ messages }}",
+        "trainer_state.json": "{}",
+        SECOND: "{{ tools }}",
+    }
     for name, text in texts.items():
         (folder / name).write_text(text)
 

@@ -86,7 +86,7 @@ def test_memory_of_the_state_is_foretold(workers: Workers, store: Path, tmp_path
 
 
 def test_muon_takes_less_state_and_more_time(tmp_path: Path) -> None:
-    configs = {name: load(None, ["model.preset=1b", f"optimizer.name={name}"]) for name in ("adamw", "muon")}
+    configs = {name: load(None, ["model.preset=llama-3.2-1b", f"optimizer.name={name}"]) for name in ("adamw", "muon")}
     adamw, muon = (run_profile(config, 8, 32_000) for config in configs.values())
     assert muon.profile.step_s > adamw.profile.step_s
     assert any("Muon's updates take" in line for line in muon.lines)
