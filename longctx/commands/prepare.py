@@ -84,7 +84,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--long-documents",
         choices=("error", "drop", "truncate_left", "truncate_right"),
         default="error",
-        help="what happens to conversations of more than --max-length tokens; truncate_left keeps the end (default: error)",
+        help="what happens to conversations of more than --max-length tokens; truncate_left keeps the end",
     )
     parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
