@@ -21,13 +21,18 @@ class LoraError(UserError):
     """Adapters that a model does not support."""
 
 
+class QuantizationError(LoraError):
+    """A model whose frozen weights cannot be quantized."""
+
+
 @dataclass(frozen=True)
 class Lora:
     """Trained matrices of rank `rank` beside frozen linear layers, scaled by alpha / rank.
 
-    `target_modules` is "all-linear", or the names of layers.
+    `target_modules` is "all-linear", or the names of layers; `quantized` how frozen linear layers are kept: nf4, int8, or None.
     """
 
     rank: int
     alpha: float
     target_modules: str | tuple[str, ...] = ALL_LINEAR
+    quantized: str | None = None

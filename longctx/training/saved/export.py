@@ -204,7 +204,8 @@ def _adapted(described: dict[str, Any]) -> Model:
     """
     values = described["lora"]
     targets = values["target_modules"]
-    lora = Lora(values["rank"], values["alpha"], targets if isinstance(targets, str) else tuple(targets))
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    lora = Lora(values["rank"], values["alpha"], targets, values.get("quantized"))
     try:
         base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:
