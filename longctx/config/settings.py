@@ -98,6 +98,8 @@ class LoraSection(Section):
     """rank of the adapters (null: no LoRA, all weights are trained)"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
+    rank_stabilized: bool = False
+    """scale by alpha / √rank instead, so that outputs do not shrink at high ranks (rsLoRA); set alpha with it"""
     dropout: float = Field(0.0, ge=0, le=1)
     """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
@@ -113,7 +115,7 @@ class LoraSection(Section):
         if self.rank is None:
             return None
         targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
-        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base)
+        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base, self.rank_stabilized)
 
 
 class DpoSection(Section):

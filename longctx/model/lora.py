@@ -1,8 +1,8 @@
 """LoRA (Hu et al., 2021) by peft: small trained matrices beside the frozen linear layers of a model of transformers.
 
-A layer computes W x + alpha / rank · B A x; only A [rank, in] and B [out, rank] are trained. Adapters are added before the
-model is sharded, and stay float32; frozen weights are kept in the compute dtype, or quantized (`longctx.model.quantized`).
-Trained adapters are exported as a folder that peft loads, or merged into the weights.
+A layer computes W x + scale · B A x, where scale is alpha / rank by default; only A [rank, in] and B [out, rank] are trained.
+Adapters are added before the model is sharded, and stay float32; frozen weights are kept in the compute dtype, or quantized
+(`longctx.model.quantized`). Trained adapters are exported as a folder that peft loads, or merged into the weights.
 """
 
 import warnings
@@ -126,12 +126,15 @@ class AdaptedModel(TransformersModel):
             return ["it was trained without LoRA: remove lora.rank"]
         lines = super().differences({key: value for key, value in described.items() if key != "lora"})
         lines += [
-            f"lora.{name} is {getattr(self.lora, name)!r}, was {theirs[name]!r}"
-            for name in ("rank", "alpha")
-            if getattr(self.lora, name) != theirs[name]
+            f"lora.{setting} is {ours!r}, was {before!r}"
+            for setting, ours, before in (
+                ("rank", self.lora.rank, theirs["rank"]),
+                ("alpha", self.lora.alpha, theirs["alpha"]),
+                ("rank_stabilized", self.lora.rank_stabilized, theirs.get("rank_stabilized", False)),
+                ("base", self.lora.quantized, theirs.get("quantized")),
+            )
+            if ours != before
         ]
-        if self.lora.quantized != theirs.get("quantized"):
-            lines.append(f"lora.base is {self.lora.quantized!r}, was {theirs.get('quantized')!r}")
         if self._asked != theirs["target_modules"]:
             lines.append(f"lora.target_modules is {self._asked!r}, was {theirs['target_modules']!r}")
         if self.files.fingerprint != theirs["base_fingerprint"]:
@@ -197,6 +200,7 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | No
     return LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        use_rslora=lora.rank_stabilized,
         lora_dropout=0.0,
         target_modules=sorted(ends if short else adapted),
         fan_in_fan_out=not isinstance(some, nn.Linear),
@@ -295,7 +299,7 @@ def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
                 raise ValueError(
                     f"{name} is given without {missing.args[0]}: give a layer's weight with its adapters"
                 ) from None
-            added = (b.float() @ a.float()) * (model.lora.alpha / model.lora.rank)
+            added = (b.float() @ a.float()) * model.lora.scale
             if layer.removeprefix(OURS) in model.transposed:
                 added = added.T
             weight = (weight.float() + added).to(weight.dtype)

@@ -70,12 +70,11 @@ def unpack(packed: torch.Tensor, base: str, rows: int, columns: int, dtype: torc
     if base == "int8":
         scales, codes = packed[: FLOAT32 * rows].view(torch.float32), packed[FLOAT32 * rows :].view(torch.int8)
         return codes.view(rows, columns).float().mul_(scales[:, None]).to(dtype)
-    blocks = count // BLOCK
-    groups = blocks // math.gcd(blocks, SCALES)
-    floats, codes = packed.split([packed.numel() - blocks - count // 2, blocks + count // 2])
-    factors, mean, levels = floats.view(torch.float32).split([groups, 1, LEVELS])
-    quantized, codes = codes.split([blocks, count // 2])
-    scales = (quantized.view(torch.int8).view(groups, -1) / factors[:, None]).flatten() + mean
+    blocks, pairs_of_codes = count // BLOCK, count // 2
+    numbers, quantized, codes = packed.split([packed.numel() - blocks - pairs_of_codes, blocks, pairs_of_codes])
+    floats = numbers.view(torch.float32)
+    factors, mean, levels = floats[: -LEVELS - 1], floats[-LEVELS - 1], floats[-LEVELS:]
+    scales = (quantized.view(torch.int8).view(len(factors), -1) / factors[:, None]).flatten() + mean
     pairs = torch.stack([levels.repeat_interleave(LEVELS), levels.repeat(LEVELS)], dim=1)  # of all values of a byte
     return pairs[codes.int()].view(blocks, BLOCK).mul_(scales[:, None]).view(rows, columns).to(dtype)
 
