@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and of four pages of docs/ from bench/results, between their `figures` comments.
+"""Writes the figures of README.md and of five pages of docs/ from bench/results, between their `figures` comments.
 
     python bench/figures.py            # after bench/plan.py, bench/scaling.py or bench/cluster.py
     python bench/figures.py --check    # exits with 1 if a page has other figures
@@ -22,7 +22,10 @@ from longctx.comparison.modelled import PlannerRow, over_fixed_without_barriers
 from plan import FEW_LONG, times
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("evidence", "policy", "trainers", "trees")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("evidence", "optimizers", "policy", "trainers", "trees")),
+)
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HEADLINE = ("wlb_128k", 64, 4)
 """Mix, ranks and documents per rank of README's example."""
@@ -322,6 +325,21 @@ def trees_predicted() -> list[str]:
     return markdown(head, lines, 1)
 
 
+def optimizers_table() -> list[str]:
+    """Loss of a smaller quick start with two optimizers."""
+    rows = rows_of("optimizers")
+    head, names = ["mean loss of ten steps, up to step", *dict.fromkeys(row["step"] for row in rows)], ("adamw", "muon")
+    table = [[name, *(f"{float(row['mean_loss_of_ten']):.2f}" for row in rows if row["optimizer"] == name)] for name in names]
+    cpu_s = [f"{float(row['cpu_s']):.0f}" for row in rows if row["cpu_s"]]
+    first = rows[0]
+    about = (
+        f"Measured: the quick start's model and learning rate on the same {int(rows[-1]['tokens']):,} tokens "
+        f"(`{first['command']}`: shorter documents and smaller steps than the quick start's), one seed, one process; "
+        f"{' and '.join(cpu_s)} CPU seconds. {first['date']}, {first['machine']}, torch {first['torch']}."
+    )
+    return [*wrapped(about), "", *markdown(head, table, numbers_from=1)]
+
+
 def policy_table() -> list[str]:
     """CPU seconds of GRPO steps on the same rollouts."""
     rows, head = rows_of("policy"), ["trainer", "CPU seconds per step", "rounds"]
@@ -370,6 +388,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "trainers-sentence": trainers_sentence,
     "trainer-trees": trainer_trees_table,
     "policy": policy_table,
+    "optimizers": optimizers_table,
     "trees": trees_measured,
     "trees-predicted": trees_predicted,
 }

@@ -75,7 +75,7 @@ def commands(part: str, out: Path, minutes: float, *, smoke: bool) -> list[str]:
     """Returns the command of a part."""
     small = ["--smoke"] if smoke else []
     if part == "profile":
-        model = "tiny" if smoke else "1b"
+        model = "tiny" if smoke else "llama-3.2-1b"
         settings = [f"--model.preset={model}", "--train.dtype=bfloat16", f"--batch.tokens_per_rank={256 if smoke else 16384}"]
         longest = 0.02 if smoke else 0.3
         return ["-m", "longctx", "profile", *settings, "--longest", str(longest), "--out", f"{out}-profile.yaml"]

@@ -29,7 +29,7 @@ from longctx.comparison.splits.cost import LLAMA_3_VOCABULARY, Machine, Split, p
 from longctx.comparison.splits.search import memory_of, possible_splits, search
 from longctx.comparison.splits.table import schedule_name
 from longctx.errors import UserError
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.presets import PRESETS
 from longctx.planning.assignment import Integers
 from longctx.planning.cost.bounds import step_bound_ns
 from longctx.planning.cost.model import NANOSECONDS, score
@@ -47,18 +47,9 @@ DOCUMENTS_A_GPU, MOST_DOCUMENTS = 4, 2048
 SEEDS = 5
 
 
-def _llama(hidden: int, mlp: int, layers: int, heads: int) -> ModelShape:
-    shape = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return PRESETS["8b"].model_copy(update=shape | {"head_dim": hidden // heads})
-
-
-MODELS = {
-    "8B": PRESETS["8b"],
-    "70B": _llama(8192, 28672, 80, 64),
-    "462B": _llama(16384, 53248, 144, 128),
-    "1T": _llama(24576, 79872, 140, 192),
-}
-"""All in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with more layers."""
+PRESET = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "462B": "llama-style-462b", "1T": "llama-style-1t"}
+MODELS = {name: PRESETS[preset] for name, preset in PRESET.items()}
+"""All are in the style of Llama 3.1, with 8 heads of K and V: 462B is its 405B with more layers."""
 GPUS = {"8B": (8, 64, 256, 1024), "70B": (8, 64, 256, 1024, 3072), "462B": (64, 256, 1024), "1T": (64, 256, 1024, 3072)}
 """Numbers of GPUs of every model. Searches for 8B and 462B on 3,072 take a quarter of an hour and longer."""
 

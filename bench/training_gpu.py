@@ -52,7 +52,9 @@ COLUMNS = (
 def main() -> None:
     parser = options(__doc__, "training_gpu", minutes=25.0)
     parser.add_argument("--steps", type=int, default=7, help="maximum steps per row, including warm-up")
-    parser.add_argument("--only", default="", metavar="TEXT", help='only rows with it in their label ("longctx 1b 32768 none")')
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help='only rows with it in their label ("llama-3.2-1b 32768 none")'
+    )
     parser.add_argument("--first", action="store_true", help="the few rows of first_contact.py")
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()

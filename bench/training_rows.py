@@ -20,7 +20,7 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.training.metrics import peak_flops
 
-MODELS, LENGTHS = ("1b", "3b"), (32768, 131072, 524288)
+MODELS, LENGTHS = ("llama-3.2-1b", "llama-3.2-3b"), (32768, 131072, 524288)
 STACK_LAYERS, STACK_TOKENS = 2, 1_048_576  # few layers of the 8B model, as a step takes minutes per layer
 VOCABULARY = 4096
 MEMORY_SHARE = 0.88  # maximum estimate, as a share of GPU memory: it excludes fragmentation, CUDA contexts and libraries
@@ -171,7 +171,7 @@ def runs(gpu: Gpu, *, smoke: bool = False, first: bool = False) -> Iterator[Run]
         yield Run("longctx", model, shortest, [option])
     if smoke:
         return
-    yield Run("longctx", "8b", STACK_TOKENS, every, layers=STACK_LAYERS)
+    yield Run("longctx", "llama-3.1-8b", STACK_TOKENS, every, layers=STACK_LAYERS)
     yield from (Run("transformers", model, tokens, [CHECKPOINTING]) for tokens in longer)
     yield from (Run("transformers", other, tokens, [CHECKPOINTING]) for other in others for tokens in LENGTHS)
     yield from (Run("longctx", other, tokens, every) for other in others for tokens in longer[1:])

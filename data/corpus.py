@@ -1,12 +1,12 @@
 """Corpus: a text source of any kind as a sequence of named documents in a fixed order.
 
 A source is `python-stdlib` (the standard library of the running Python: real source code, no download), a file, a folder of
-files, or a dataset that `datasets` saved on disk. The ending of a file decides how it is read: records (`READERS`, which
-`longctx.data.formats` describes) or one text (`TEXT_ENDINGS`); `as_text` reads every file as one text. Of files that belong to
-several splits by their names, those of one split are read. Everything else in a folder is listed in `Corpus.not_read`, with the
-reason: other endings, other splits, readme files beside records, broken links. Files and folders whose names begin with a dot
-are ignored, and texts that are not UTF-8 are skipped and counted; any other unreadable file or record is an error that names
-the place.
+files, a dataset that `datasets` saved on disk, or one of the Hugging Face hub. The ending of a file decides how it is
+read: records (`READERS`, which `longctx.data.formats` describes) or one text (`TEXT_ENDINGS`); `as_text` reads every file as
+one text. Of files that belong to several splits by their names, those of one split are read. Everything else in a folder is
+listed in `Corpus.not_read`, with the reason: other endings, other splits, readme files beside records, broken links. Files and
+folders whose names begin with a dot are ignored, and texts that are not UTF-8 are skipped and counted; any other unreadable
+file or record is an error that names the place.
 """
 
 import hashlib
@@ -16,23 +16,27 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from longctx.data.chat import ChatError
 from longctx.data.formats import PAIRS, Document, columns_of, parse_record
+from longctx.data.hub import HubDataset, may_be_name
 from longctx.data.messages import FormatError
 from longctx.data.readers import (
     BYTE_ORDER_MARK,
+    MEGATRON,
     READERS,
     Columns,
     CorpusError,
     Reader,
     Record,
+    ending_of,
     read_dataset,
     read_jsonl,
     read_parquet,
+    read_rows,
     read_text,
 )
 from longctx.errors import brief
@@ -66,7 +70,7 @@ class SourceCounts:
         empty: number of empty documents, which are left out.
         useless_pairs: number of pairs without a preference, which are left out.
         formats: number of documents of each format.
-        untrained: number of conversations whose turns all switch off the loss, which are left out.
+        untrained: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
         read_anew: whether earlier versions may have read a record differently.
     """
@@ -86,11 +90,14 @@ class Corpus:
 
     Attributes:
         source: the source as given.
-        kind: python-stdlib, files or dataset.
+        kind: python-stdlib, files, dataset or hub.
         root: folder that document names are relative to.
         files: every file that is read, sorted by name.
         not_read: number of other files by reason.
         as_text: read every file as one text, whatever its ending.
+        max_documents: stop after this number of documents; a pair counts as one. None: read all.
+        max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
+        hub: the data set on the hub.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
     """
 
@@ -101,15 +108,27 @@ class Corpus:
     text_column: str | None = None
     not_read: Mapping[str, int] = field(default_factory=dict)
     as_text: bool = False
+    max_documents: int | None = None
+    max_bytes: int | None = None
+    hub: HubDataset | None = None
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The maxima that are set, by name."""
+        limits = {"max_documents": self.max_documents, "max_bytes": self.max_bytes}
+        return {name: value for name, value in limits.items() if value is not None}
 
     @property
     def bytes(self) -> int:
+        """Size of the files; 0 of a data set on the hub."""
         return sum(file.stat().st_size for file in self.files)
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 (hex) of the names and contents of all files, the same on every machine."""
         column = {None: "text", "text": "text, and nothing else"}.get(self.text_column, self.text_column)
         digest = hashlib.sha256(f"{self.kind}\n{column}\n".encode())
+        if self.limits or self.hub:
+            digest.update(f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode())
         for file in self.files:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -129,15 +148,16 @@ class Corpus:
         if the source has preference pairs.
         """
         counts = counts if counts is not None else SourceCounts()
+        taken = size = 0
         for documents in self._records(counts):
             counts.useless_pairs += not documents
             for document in documents:
                 counts.read_anew |= document.read_anew
                 for key in document.unused:
                     counts.unused[key] = counts.unused.get(key, 0) + 1
-                if document.text == "" or not document.has_loss:
-                    counts.empty += document.text == ""
-                    counts.untrained += not document.has_loss
+                if document.is_empty or not document.has_loss:
+                    counts.empty += document.is_empty
+                    counts.untrained += not (document.is_empty or document.has_loss)
                     continue
                 counts.formats[document.format] = counts.formats.get(document.format, 0) + 1
                 if PAIRS in counts.formats and len(counts.formats) > 1:
@@ -146,6 +166,10 @@ class Corpus:
                         "preference pairs need another loss and cannot be mixed with other formats; prepare them separately"
                     )
                 yield document
+                size += document.bytes if self.max_bytes is not None else 0
+            taken += any(not document.is_empty and document.has_loss for document in documents)
+            if taken == self.max_documents or (self.max_bytes is not None and size >= self.max_bytes):
+                return
 
     def _records(self, counts: SourceCounts) -> Iterator[list[Document]]:
         """Yields the documents of every record; an empty list for a pair without a preference."""
@@ -163,6 +187,10 @@ class Corpus:
         if self.kind == "dataset":
             yield from read_dataset(self.root, columns, self.bytes)
             return
+        if self.hub is not None:
+            hub, wrong = self.hub, (f"`datasets` cannot read {self.source}", "run the command again, which goes on from there")
+            yield from read_rows(lambda: hub.open(streamed=bool(self.limits)), self.source, columns, 0, wrong)
+            return
         for file in self.files:
             reader = self._reader(file)
             yield from [file] if reader is None else reader(file, self._name(file), columns)
@@ -175,19 +203,46 @@ class Corpus:
 
     def _reader(self, file: Path) -> Reader | None:
         """Returns what reads the records of a file; None: it is one text."""
-        return None if self.kind == STANDARD_LIBRARY or self.as_text else READERS.get(file.suffix.lower())
+        return None if self.kind == STANDARD_LIBRARY or self.as_text else READERS.get(ending_of(file))
 
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
         return os.fsencode(file.relative_to(self.root).as_posix()).decode("utf-8", "backslashreplace")
 
 
-def open_corpus(source: str, *, text_column: str | None = None, split: str | None = None, as_text: bool = False) -> Corpus:
-    """Finds the files of a source.
+def open_corpus(
+    source: str,
+    *,
+    text_column: str | None = None,
+    split: str | None = None,
+    as_text: bool = False,
+    subset: str | None = None,
+    revision: str | None = None,
+    max_documents: int | None = None,
+    max_bytes: int | None = None,
+) -> Corpus:
+    """Finds the files of a source, or a data set on the hub, if there is no file of that name.
 
-    `split` is the split to read, where files or a saved dataset have several; None: train. `as_text` reads every file as one
-    text. Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
+    `split` is the split to read, where files or a dataset have several; None: train. `as_text` reads every file as one text.
+    `subset` and `revision` are those of a data set on the hub. With `max_documents` or `max_bytes`, reading stops there, and
+    a data set of the hub is streamed.
+    Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
+    for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
+        if limit is not None and limit < 1:
+            raise CorpusError(f"{name} is {limit}: it must be at least 1")
+    if source != STANDARD_LIBRARY and may_be_name(source) and not Path(source).exists():
+        if as_text:
+            raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")
+        hub = HubDataset.look_up(source, subset, split or "train", revision)
+        return Corpus(source, "hub", Path(), (), text_column, {}, False, max_documents, max_bytes, hub)
+    if subset is not None or revision is not None:
+        raise CorpusError(f"{source!r} is no OWNER/NAME of the hub: omit --subset and --revision")
+    corpus = _local(source, text_column, split, as_text)
+    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes)
+
+
+def _local(source: str, text_column: str | None, split: str | None, as_text: bool) -> Corpus:
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         library = [file for file in _walk(root, Counter(), _NOT_STANDARD) if file.suffix == ".py"]
@@ -198,14 +253,17 @@ def open_corpus(source: str, *, text_column: str | None = None, split: str | Non
     if split is not None and (as_text or not path.is_dir()):
         raise CorpusError(f"split {split!r} cannot be chosen: {source!r} is one file, or is read as text; omit --split")
     if path.is_file():
-        if not (as_text or path.suffix.lower() in READERS or path.suffix.lower() in TEXT_ENDINGS):
+        if not (as_text or ending_of(path) in READERS or path.suffix.lower() in TEXT_ENDINGS):
             raise CorpusError(
                 f"{path} is read neither as records ({', '.join(READERS)}) nor as text (such as .txt, .md, .py) by its ending: "
-                "rename it (a compressed file: decompress it), or give --as-text to read it as one text"
+                "rename it (only records may be compressed, as .gz or .zst), or give --as-text to read it as one text"
             )
-        return Corpus(source, "files", path.parent, (path,), text_column, as_text=as_text)
+        both = [path.with_suffix(ending) for ending in MEGATRON] if ending_of(path) in MEGATRON and not as_text else [path]
+        return Corpus(source, "files", path.parent, tuple(filter(Path.exists, both)), text_column, as_text=as_text)
     if not path.is_dir():
-        raise CorpusError(f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, or a saved dataset")
+        raise CorpusError(
+            f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, a saved dataset, or OWNER/NAME"
+        )
     if (path / "dataset_dict.json").exists():
         folders = _splits_of(path / "dataset_dict.json")
         name = _chosen(source, split, folders)
@@ -233,7 +291,7 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
     """Returns the files to read: texts by their endings, and the records of one split. Counts the others in `not_read`."""
     split_of: dict[Path, str] = {}
     for file in files:
-        if file.suffix.lower() in READERS and not file.stem.lower().startswith("dataset_info"):
+        if ending_of(file) in READERS and not file.stem.lower().startswith("dataset_info"):
             words = _SPLIT.findall(str(file.relative_to(root)))
             split_of[file] = SPLITS[words[-1].lower()] if words else "train"
     splits = sorted(set(split_of.values()))

@@ -13,8 +13,10 @@ from longctx.data.formats import PAIRS, Document
 from longctx.data.left_out import left_out
 from longctx.data.markup import Marked, Markup
 from longctx.data.messages import leaves
+from longctx.data.sampler import TRUNCATED
 from longctx.data.template import Rendered, Template
-from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
+from longctx.data.token_ids import Ids
+from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer, TokenizerError
 
 
 class EncodedDocument(NamedTuple):
@@ -27,6 +29,8 @@ class EncodedDocument(NamedTuple):
         spelled: whether a text of a conversation contains special tokens, which are encoded as such.
         straddling: number of target tokens that also contain text that is not trained on.
         left_out: names of what the conversation says and the template does not show.
+        too_long: whether it is dropped, as it is too long, or has no target when cut; `truncated`: whether it is cut.
+        thoughts: number of turns that the template begins with an empty thought, which is not trained on.
     """
 
     document: Document
@@ -37,6 +41,9 @@ class EncodedDocument(NamedTuple):
     spelled: bool = False
     straddling: int = 0
     left_out: Collection[str] = ()
+    thoughts: int = 0
+    too_long: bool = False
+    truncated: bool = False
 
 
 @dataclass
@@ -48,7 +55,8 @@ class Encoder:
         begin: tokens put before every text.
         template, markup: chat template of a checkpoint and the tokenizer of rendered conversations; None: ChatML.
         train_on: parts of conversations to train on, see `TRAIN_ON`.
-        max_length: maximum number of tokens of a conversation; longer ones are dropped; None: no limit.
+        max_length: maximum number of tokens of a conversation, or of token ids with a mask; None: no limit.
+        long_documents: what happens to longer ones: error, drop, truncate_left (keeps the end) or truncate_right.
         workers: number of threads; None: one per core.
     """
 
@@ -58,6 +66,7 @@ class Encoder:
     markup: Markup | None = None
     train_on: str = "assistant"
     max_length: int | None = None
+    long_documents: str = "error"
     workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +92,7 @@ class Encoder:
         """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
         The two documents of a preference pair must be adjacent in the batch; if one is too long, both are dropped.
-        Raises ChatError naming the first conversation that cannot be trained on.
+        Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for ids out of range.
         """
         in_pairs = documents[0].format == PAIRS
         if in_pairs and self.train_on == "all":
@@ -100,21 +109,43 @@ class Encoder:
         )
         rows = []
         for document in documents:
-            if self._has_template(document):
+            if document.ids is not None:
+                row = self._with_ids(document, document.ids)
+            elif self._has_template(document):
                 row = self._templated(document, *next(rendered))
             else:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
-        fits = [row.document.text is not None or len(row.tokens) <= (self.max_length or len(row.tokens)) for row in rows]
+        rows = [self._cut(row) for row in rows]
+        fits = [not row.too_long for row in rows]
         if in_pairs:
             fits = [fits[place] and fits[place ^ 1] for place in range(len(fits))]
         kept = [row for row, fit in zip(rows, fits, strict=True) if fit]
         return kept, len(rows) - len(kept)
 
+    def _cut(self, row: EncodedDocument) -> EncodedDocument:
+        """Cuts a conversation that is too long. Raises ChatError if it must not be cut, or dropped."""
+        limit = self.max_length
+        if limit is None or len(row.tokens) <= limit or not (row.document.messages or row.document.learned is not None):
+            return row
+        if self.long_documents == "drop":
+            return row._replace(too_long=True)
+        cuts = self.long_documents in TRUNCATED
+        if not cuts or row.document.format == PAIRS:
+            why = "the prompt of a pair cannot be cut: " if cuts else ""
+            raise ChatError(
+                f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: {why}give "
+                "--long-documents drop, truncate_left (keeps the end) or truncate_right, or raise --max-length"
+            )
+        span = slice(-limit, None) if self.long_documents == "truncate_left" else slice(limit)
+        trained = None if row.trained is None else row.trained[span]
+        without = trained is not None and not trained[1:].any()
+        return row._replace(tokens=row.tokens[span], trained=trained, too_long=without, truncated=not without)
+
     def _has_template(self, document: Document) -> bool:
-        return document.text is None and self.template is not None
+        return bool(document.messages) and self.template is not None
 
     def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
         if self.markup is None:
@@ -135,7 +166,19 @@ class Encoder:
             any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
             marked.straddling,
             rendered.left_out,
+            rendered.thoughts,
         )
+
+    def _with_ids(self, document: Document, ids: Ids) -> EncodedDocument:
+        """Takes the tokens as they are, without a begin and an end."""
+        size = self.tokenizer.vocab_size
+        if (wrong := (ids < 0) | (ids >= size)).any():
+            place = int(wrong.argmax())
+            raise TokenizerError(
+                f"{document.name} has token {ids[place]} at position {place}, but the tokenizer has {size:,} tokens: name the "
+                "tokenizer that the token ids are from (--tokenizer)"
+            )
+        return EncodedDocument(document, ids.astype(self.tokenizer.dtype), document.learned)
 
     def _plain(self, document: Document, texts: Sequence[Encoded]) -> EncodedDocument:
         """Joins the tokens of a text, or of a conversation in ChatML."""

@@ -10,10 +10,12 @@ A record has the first of these formats that its keys allow (keys whose value is
     prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is trained on
     instruction-output  `instruction`, optional `input`, and `output` or `response`
     text                one text, all of it trained on
+    token-ids           `input_ids`, tokens that another program made, with the loss by `labels` or a mask (see `token_ids`)
 
 A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
-prompt. A rejected answer beside a conversation makes a preference pair, whose chosen answer is the last message. A message
+prompt, which may be called `query`. A rejected answer beside a conversation makes a preference pair, whose chosen answer is
+the last message; `rejected_messages` are a whole conversation. A message
 whose `weight`, `train`, `training` or `loss` is 0 or false has no loss. Keys with a known meaning are obeyed or refused;
 `Document.unused` names the others, except those of messages, which a template may print (see `longctx.data.left_out`).
 """
@@ -26,9 +28,13 @@ from typing import Any
 
 from longctx.data.chat import ChatError, Message
 from longctx.data.messages import FormatError, json_in, leaves, parse_messages, sharegpt
+from longctx.data.token_ids import IDS_KEYS, Ids, Mask, token_ids
 
 PAIRS = "chosen-rejected"
 """Format of preference pairs: a record yields two documents, one after the other."""
+TOKEN_IDS = "token-ids"
+WITHOUT_TEMPLATE = {"text", TOKEN_IDS}
+"""Formats that no chat template prints; the others are conversations."""
 SIDES = ("chosen", "rejected")
 FORMATS = {
     PAIRS: (SIDES,),
@@ -40,15 +46,14 @@ FORMATS = {
 """Required keys of each conversation format."""
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""
-REJECTED = ("rejected", "rejected_response")
-"""Keys of a rejected answer beside a conversation."""
+REJECTED = ("rejected", "rejected_response", "rejected_messages")
+"""Keys of a rejected answer beside a conversation; the last one is a whole conversation."""
 _EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
 UNSUPPORTED = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported: remove the record"),
     **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
     "documents": "write the documents into a message",
-    "rejected_messages": "give the rejected answer alone, as `rejected_response`",
-    "chat_template_kwargs": "use --template-variables, which apply to all conversations",
+    "chat_template_kwargs": "use --template-set, which applies to all conversations",
 }
 """Keys of conversations that are refused if they have a value, and the way out."""
 KTO = ("label", "kto_tag")
@@ -62,7 +67,7 @@ READING = 2
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: a `text`, or, if `text` is None, the `messages` of a conversation.
+    """One document: a `text`, the `messages` of a conversation, or the token `ids` of another program.
 
     Attributes:
         name: place in the source.
@@ -74,6 +79,7 @@ class Document:
         without_loss: indices of messages that must not be trained on.
         unused: keys of the record that are not used.
         read_anew: whether earlier versions of longctx may have read the record differently.
+        ids: token ids `[tokens]`, and `learned`: which of them may be targets `[tokens]`; None: all.
     """
 
     name: str
@@ -87,15 +93,33 @@ class Document:
     without_loss: frozenset[int] = frozenset()
     read_anew: bool = False
     unused: tuple[str, ...] = ()
+    ids: Ids | None = None
+    learned: Mask | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of characters, or of token ids."""
+        return sum(map(len, self.texts)) if self.ids is None else len(self.ids)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the texts in UTF-8, or of the token ids, 4 each."""
+        return sum(len(text.encode()) for text in self.texts) if self.ids is None else 4 * len(self.ids)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages and not self.size
 
     @property
     def texts(self) -> list[str]:
-        """The text, or the content of every message."""
+        """The text, or the content of every message; nothing of token ids."""
         return [message.get("content", "") for message in self.messages] if self.text is None else [self.text]
 
     @property
     def has_loss(self) -> bool:
-        """Whether an assistant's message may be trained on, or there is none."""
+        """Whether an assistant's message may be trained on, or there is none; of token ids, whether one may be a target."""
+        if self.learned is not None:
+            return bool(self.learned[1:].any())
         turns = {place for place, message in enumerate(self.messages) if message["role"] == "assistant"}
         return not turns or any(turn >= self.first_trained for turn in turns - self.without_loss)
 
@@ -103,10 +127,18 @@ class Document:
 def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
     """Returns the columns of a table to read. Raises FormatError if they contain no document."""
     keys = {key for keys in FORMATS.values() for group in keys for key in group}
-    _detect(names, names, text_column)
+    usual = [_usual(name, names) for name in names]
+    if _detect(usual, usual, text_column) == TOKEN_IDS:
+        return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    return [name for name in names if name in {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO}]
+    known = {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO}
+    return [name for name in names if _usual(name, names) in known]
+
+
+def _usual(key: str, keys: Collection[str]) -> str:
+    """Returns `prompt` for the `query` of a response, as ms-swift calls it, and any other key as it is."""
+    return "prompt" if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys) else key
 
 
 def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
@@ -115,7 +147,8 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
     That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
     equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
     """
-    present = [key for key, value in record.items() if value is not None]
+    record = {_usual(key, record): value for key, value in record.items()}
+    present = [key for key, value in record.items() if value is not None and value is not ...]
     kind = _detect(present, record, text_column)
     weight = _weight(record.get("weight"))
     if kind == "text":
@@ -124,6 +157,10 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         if not isinstance(text, str):
             raise FormatError(f"{column!r} is of type {type(text).__name__}: it must be text")
         documents, used = [Document(name, source_bytes, text, weight=weight)], {column, "weight"}
+    elif kind == TOKEN_IDS:
+        ids, learned, used = token_ids(record)
+        used |= {"weight"}
+        documents = [Document(name, source_bytes, None, weight=weight, format=kind, ids=ids, learned=learned)]
     else:
         documents, used = _conversations(record, kind, name, source_bytes, weight)
     if unused := tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {})):
@@ -145,7 +182,7 @@ def _conversations(
             raise FormatError(f"`{key}` is not supported: {way_out}")
     read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
     if kind == PAIRS:
-        asked = next((key for key in ("prompt", "conversations", "instruction") if record.get(key)), "prompt")
+        asked = next((key for key in ("prompt", "messages", "conversations", "instruction") if record.get(key)), "prompt")
         prompt = _instruction(record) if asked == "instruction" else record.get(asked)
         used, sides = {*SIDES, asked, *["input"] * (asked == "instruction")}, _pair({**record, "prompt": prompt})
     else:
@@ -159,7 +196,9 @@ def _conversations(
                 )
             used |= {key} if mark == "true" else set()
         for key in filter(record.get, REJECTED):
-            sides = _pair({"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]})
+            whole = {"chosen": messages, "rejected": record[key]}
+            answer = {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]}
+            sides = _pair(whole if key == "rejected_messages" else answer)
             kind, read_anew, used = PAIRS, True, used | {key}
             break
     if record.get("history") and "history" not in used:
@@ -210,16 +249,14 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
     for kind, groups in FORMATS.items():
         if any(set(group) <= set(present) for group in groups):
             return kind
+    if "input_ids" in present and not (text_column is None and "text" in present):
+        return TOKEN_IDS
     for kind in ("text", *FORMATS) if text_column is None else FORMATS:  # so that a null value is reported as such
         if kind in names:
             return kind
-    if "input_ids" in names:
-        raise FormatError(
-            "has input_ids: tokens of another program are not read yet; give the texts or messages they come from"
-        )
     raise FormatError(
-        f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
-        "chosen and rejected, "
+        f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, "
+        "chosen and rejected, or input_ids, "
         f"only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a conversation"
     )
 

@@ -24,7 +24,7 @@ class GroupSampler(Sampler):
         global_tokens: int,
         seed: int,
         max_length: int,
-        long_documents: str,
+        long_documents: str | None,
         name: Callable[[int], str] = str,
     ) -> None:
         is_long = lengths > max_length

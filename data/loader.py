@@ -26,7 +26,7 @@ _WAYS_OUT = {
     "fingerprint": "give the data.store that the run began with, or its data.rollouts, or all of data.stores in the same "
     "order, or start a new run",
     "mix": "give the weights or epochs of data.stores that the run began with",
-    "seed": "set train.seed to the run's value",
+    "seed": "set data.seed to the run's value (by default it is train.seed)",
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's value",
     "held_out": "set data.held_out to the run's value",
@@ -72,7 +72,7 @@ class Loader(Iterator[StepBatch]):
         global_tokens: int,
         seed: int,
         max_length: int,
-        long_documents: str = "split",
+        long_documents: str | None = None,
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
         masking: Masking | None = None,
@@ -94,7 +94,7 @@ class Loader(Iterator[StepBatch]):
             **_identity_of(store),
             "seed": seed,
             "max_length": max_length,
-            "long_documents": long_documents,
+            "long_documents": long_documents or "split",  # of documents that may be: all others fit
             "held_out": held_out_share,
             "without_targets": self.sampler.state(self.sampler.start)["without_targets"],
         }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
+from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
@@ -43,16 +44,19 @@ class Manifest:
         formats: number of documents of each format, including documents dropped later.
         template: description of the chat template, and how tokens to train on were found; empty without conversations.
         train_on: parts of conversations that are trained on.
-        max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer.
+        max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer, and
+            `truncated_documents` lost their first or last tokens.
         spelled_documents: number of conversations whose texts contain special tokens, encoded as such; `spelled_name` is the
             first of them.
         straddling_tokens: number of target tokens that also contain text that is not trained on.
+        empty_thoughts: number of turns that the chat template begins with an empty thought, which is not trained on.
         lightest, heaviest: smallest and largest weight of a document.
         pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
         useless_pairs: number of pairs left out because the completions are equal, or one is empty.
-        untrained_documents: number of conversations left out because all their turns switch off the loss.
+        untrained_documents: number of documents left out because they switch off the loss of everything.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
+        limits: maximum number of documents and of bytes, where reading stopped.
         reading: version of how records were read.
     """
 
@@ -84,9 +88,11 @@ class Manifest:
     train_on: str = "assistant"
     max_length: int | None = None
     dropped_documents: int = 0
+    truncated_documents: int = 0
     spelled_documents: int = 0
     spelled_name: str = ""
     straddling_tokens: int = 0
+    empty_thoughts: int = 0
     lightest: float = 1.0
     heaviest: float = 1.0
     pairs: bool = False
@@ -94,13 +100,14 @@ class Manifest:
     untrained_documents: int = 0
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
     reading: int = 1
     checksums: dict[str, str] = field(default_factory=dict)
 
     @property
     def conversations(self) -> bool:
         """Whether the store has conversations; stores of older versions show this only by tokens that are not targets."""
-        known = bool(set(self.formats) - {"text"})
+        known = bool(set(self.formats) - WITHOUT_TEMPLATE)
         return known or (not self.formats and self.trained_tokens != self.tokens - self.documents)
 
     @property

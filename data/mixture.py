@@ -26,7 +26,7 @@ def make_steps(
     global_tokens: int,
     seed: int,
     max_length: int,
-    long_documents: str,
+    long_documents: str | None,
     held_out_share: float,
     masked: bool = False,
 ) -> Steps:
@@ -42,7 +42,15 @@ def make_steps(
     cut["has_targets"] = None if masked else store.has_targets
     if len(store.sources) > 1:
         return Mixture(store, global_tokens=global_tokens, left_out=left_out, **cut)
-    return Sampler(store.lengths, global_tokens=global_tokens, name=store.name, left_out=left_out, pairs=store.pairs, **cut)
+    return Sampler(
+        store.lengths,
+        global_tokens=global_tokens,
+        name=store.name,
+        left_out=left_out,
+        pairs=store.pairs,
+        partly=store.partly_trained,
+        **cut,
+    )
 
 
 class Mixture:
@@ -63,7 +71,7 @@ class Mixture:
         global_tokens: int,
         seed: int,
         max_length: int,
-        long_documents: str,
+        long_documents: str | None,
         left_out: npt.NDArray[np.bool_],
         has_targets: Any = None,
     ) -> None:
@@ -80,6 +88,7 @@ class Mixture:
                     long_documents=long_documents,
                     name=store.name,
                     left_out=others,
+                    partly=store.partly_trained,
                     has_targets=has_targets,
                     stream=np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist(),
                 )

@@ -9,7 +9,7 @@ content of the source and all settings; if the store at OUT already matches it, 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
-from longctx.data.formats import PAIRS, READING
+from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
@@ -58,6 +58,8 @@ def prepare(
     template_variables: Mapping[str, Any] | None = None,
     train_on: str = "assistant",
     max_length: int | None = None,
+    long_documents: str = "error",
+    empty_thoughts: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
@@ -65,8 +67,8 @@ def prepare(
     """Makes the store of `corpus` at `out`.
 
     Args:
-        corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, or `python-stdlib`; or an open
-            Corpus, which may also name the column of the text and the split.
+        corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, OWNER/NAME of the hub, or
+            `python-stdlib`; or an open Corpus, which may also name the column of the text and the split, and have limits.
         out: folder of the store.
         tokenizer: `bpe` (trained on the corpus), `bytes`, a tokenizer.json, or a checkpoint's folder or name on the hub.
         vocab_size: maximum vocabulary size of a trained tokenizer.
@@ -74,7 +76,9 @@ def prepare(
         chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of a Jinja template.
         template_variables: defaults of variables of the template, such as {"enable_thinking": False}, also in exports.
         train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
-        max_length: maximum tokens of a conversation, above which it is dropped and counted; texts, which are split, are kept.
+        max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
+        long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
+        empty_thoughts: train on an empty <think> block that the template writes before an answer.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
@@ -90,13 +94,22 @@ def prepare(
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
     request = StoreRequest.of(
-        corpus, tokenizer, end_of_document, vocab_size, chat_template, template_variables or {}, train_on, max_length
+        corpus,
+        tokenizer,
+        end_of_document,
+        vocab_size,
+        chat_template,
+        template_variables or {},
+        train_on,
+        max_length,
+        long_documents,
+        empty_thoughts,
     )
     progress("reading the source", 1)
     if (manifest := present(out, request.digests, corpus, overwrite)) is not None:
         return Prepared(manifest, made=False)
     with partial_folder(out, request.digests[True]) as folder:
-        manifest = _write(request, folder, workers, progress)
+        manifest = _write(request, folder, long_documents, workers, progress)
         manifest.save(folder)
         put_in_place(folder, out)
         for name in NOTES:
@@ -104,7 +117,7 @@ def prepare(
     return Prepared(manifest, made=True)
 
 
-def _write(request: StoreRequest, folder: Path, workers: int | None, progress: Progress) -> Manifest:
+def _write(request: StoreRequest, folder: Path, long_documents: str, workers: int | None, progress: Progress) -> Manifest:
     """Writes the files of the store into a folder. Returns its manifest, which is not written yet."""
     tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
     if request.given is not None and not tokenizer.is_bytes:
@@ -119,12 +132,15 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         template=template,
         train_on=request.train_on,
         max_length=request.max_length,
+        long_documents=long_documents,
         workers=workers,
     )
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
     _check_targets(request.corpus, counts, parts, request.max_length)
-    conversations = bool(set(counts.formats) - {"text"})
+    conversations = bool(set(counts.formats) - WITHOUT_TEMPLATE)
+    if request.given is None and TOKEN_IDS in counts.formats:
+        raise _unnamed(request.corpus)
     if pretrained is not None and request.templates is None and conversations:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer, counts, conversations)
@@ -159,14 +175,28 @@ def _tokenizer(folder: Path, corpus: Corpus, ready_made: Tokenizer | None, vocab
 
 
 def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Yields the texts of every document, or of every n-th document of a large source."""
-    every = max(1, -(-corpus.bytes // TRAINING_BYTES))
-    read = 0.0
+    """Yields the texts of every document, or of every n-th document or the first ones of a large source."""
+    first = bool(corpus.limits or corpus.hub)  # of these, the first texts are taken: others may be far away
+    every = 1 if first else max(1, -(-corpus.bytes // TRAINING_BYTES))
+    read = characters = 0.0
     for document in islice(corpus.documents(), 0, None, every):
-        progress("training the tokenizer", min(1.0, read / corpus.bytes))
+        progress("training the tokenizer", min(1.0, read / max(1, corpus.bytes)))
+        characters += document.size
+        if first and characters > TRAINING_BYTES:
+            break
+        if document.ids is not None:
+            raise _unnamed(corpus)
         yield from document.texts
         read += document.source_bytes * every
     progress("training the tokenizer", 1)
+
+
+def _unnamed(corpus: Corpus) -> TokenizerError:
+    return TokenizerError(f"{corpus.source} has token ids: name the tokenizer that they are from (--tokenizer)")
+
+
+def _is_text(document: Document) -> bool:
+    return document.ids is None
 
 
 def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
@@ -180,7 +210,7 @@ def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, s
 def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
     """Raises TokenizerError if no token comes from more than half of the characters of the first texts."""
     characters = covered = 0
-    for text in chain.from_iterable(document.texts for document in corpus.documents()):
+    for text in chain.from_iterable(document.texts for document in takewhile(_is_text, corpus.documents())):
         counts = tokenizer.covered(text[:COVERED_CHARACTERS])
         characters, covered = characters + counts[0], covered + counts[1]
         if characters >= COVERED_CHARACTERS:
@@ -199,14 +229,14 @@ def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], 
     if not parts:
         left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
         if counts.untrained:
-            left_out.append(f"{counts.untrained} switch off the loss of every turn")
+            left_out.append(f"{counts.untrained} switch off the loss of everything")
         if counts.useless_pairs:
             left_out.append(f"{counts.useless_pairs} pairs have equal or empty completions")
         if counts.not_text:
             left_out.append(f"{len(counts.not_text)} files are not UTF-8 text ({', '.join(counts.not_text[:3])})")
         left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
         why = ", ".join(left_out) or "it is empty"
-        raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with text or conversations")
+        raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with content")
     if dropped and not any(part.documents for part in parts):
         raise CorpusError(
             f"all {dropped:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise --max-length"
@@ -240,6 +270,7 @@ def _manifest(
         longest_name=longest.longest_name,
         longest_length=longest.longest_length,
         empty_documents=counts.empty,
+        limits=corpus.limits,
         not_read=dict(corpus.not_read),
         skipped_files=len(counts.not_text),
         skipped_names=tuple(counts.not_text[:SKIPPED_NAMES]),
@@ -261,8 +292,10 @@ def _manifest(
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
         reading=READING,
         dropped_documents=sum(part.dropped_documents for part in parts),
+        truncated_documents=sum(part.truncated_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
+        empty_thoughts=sum(part.empty_thoughts for part in parts),
         straddling_tokens=sum(part.straddling_tokens for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),

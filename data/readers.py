@@ -9,15 +9,23 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longctx.data.megatron import read_megatron
 from longctx.data.messages import FormatError, parse_json, without_nulls
+from longctx.data.token_ids import IDS_KEYS
 from longctx.errors import UserError, brief
 
 LISTS = ("messages", "conversations", "chosen", "rejected", "prompt", "completion", "response", "history")
 """Columns of CSV whose cells may be lists in JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+MEGATRON = (".idx", ".bin")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Compression by the last ending of a file of lines or JSON."""
 
 
 class CorpusError(UserError):
@@ -55,21 +63,47 @@ def read_text(file: Path) -> str | None:
         return None
 
 
+def ending_of(file: Path) -> str:
+    """Returns the ending that decides how a file is read, in lower case: of compressed records, that before .gz or .zst.
+
+    A .bin file is only read beside the .idx file that describes it.
+    """
+    ending = file.suffix.lower()
+    if ending == MEGATRON[1] and not file.with_suffix(MEGATRON[0]).exists():
+        return ""
+    inner = Path(file.stem).suffix.lower() if ending in COMPRESSED else ""
+    return inner if inner in PACKABLE else ending
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yields the lines of a file, compressed or not."""
+    if file.suffix.lower() not in COMPRESSED:
+        with file.open("rb") as stream:
+            yield from stream
+        return
+    import pyarrow
+
+    try:
+        with io.BufferedReader(pyarrow.input_stream(str(file), COMPRESSED[file.suffix.lower()]), 1 << 20) as stream:
+            yield from stream
+    except OSError as error:
+        raise CorpusError(f"{file} is damaged, or not compressed as its ending says: {error}; write it again") from error
+
+
 def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
-            except FormatError as error:
-                raise CorpusError(f"{file}:{number}: {error}") from error
-            if not isinstance(record, dict):
-                raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
-            yield Record(record, f"{name}:{number}", f"{file}:{number}", len(line))
+    for number, line in enumerate(_lines(file), start=1):
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
+        except FormatError as error:
+            raise CorpusError(f"{file}:{number}: {error}") from error
+        if not isinstance(record, dict):
+            raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
+        yield Record(record, f"{name}:{number}", f"{file}:{number}", len(line))
 
 
 def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
@@ -114,7 +148,7 @@ def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[
 def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
-    stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
+    stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if ending_of(file) == ".tsv" else "excel"
     table = csv.DictReader(stream, dialect=dialect, strict=True)
     try:
         rows: list[dict[str, Any]] = list(table)
@@ -144,52 +178,96 @@ def _cell(key: str, cell: str) -> Any:
 
 def _decoded(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return b"".join(_lines(file)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CorpusError(f"{file}: not UTF-8 at byte {error.start}") from error
 
 
 def read_parquet(file: Path, name: str, columns: Columns) -> Iterator[Record]:
-    import pyarrow
     import pyarrow.parquet
+
+    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
+        table = pyarrow.parquet.ParquetFile(file)
+        return table.schema_arrow, table.metadata.num_rows, partial(table.iter_batches, 256)
+
+    return _read_table(file, name, columns, "a Parquet file", opened)
+
+
+def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+    """Reads an Arrow file, or a stream as `datasets` writes it; a compressed one is decompressed as a whole."""
+    import pyarrow
+
+    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
+        source = pyarrow.memory_map(str(file))
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
+        return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
+
+    return _read_table(file, name, columns, "an Arrow file", opened)
+
+
+def _read_table(
+    file: Path, name: str, columns: Columns, kind: str, opened: Callable[[], tuple[Any, int, Callable[..., Any]]]
+) -> Iterator[Record]:
+    """Yields the rows of a table, of which `opened` returns the schema, the number of rows, and batches of some columns."""
+    import pyarrow
 
     row = 0
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        names = _columns(table.schema_arrow.names, columns, str(file))
-        unread = dict.fromkeys(set(table.schema_arrow.names) - set(names), ...)  # so that records count them as not used
-        share = file.stat().st_size / max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(batch_size=256, columns=names):
+        schema, rows, batches = opened()
+        names = _columns(schema.names, columns, str(file))
+        unread = dict.fromkeys(set(schema.names) - set(names), ...)  # so that records count them as not used
+        share = file.stat().st_size / max(1, rows)
+        for batch in batches(columns=names):
             for record in batch.to_pylist():
                 yield Record(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", share)
                 row += 1
     except UserError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
-        where = f"is damaged after row {row - 1}" if row else "is not a Parquet file, or damaged"
+        where = f"is damaged after row {row - 1}" if row else f"is not {kind}, or damaged"
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
+
+
+def _read_megatron(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+    """Reads the documents of an .idx file and the .bin file beside it; of the .bin file itself, nothing."""
+    if file.suffix.lower() == MEGATRON[1]:
+        return
+    try:
+        for number, tokens in enumerate(read_megatron(file)):
+            yield Record({"input_ids": tokens}, f"{name}:{number}", f"{file}, document {number}", tokens.nbytes)
+    except (ValueError, OSError, OverflowError) as error:
+        raise CorpusError(
+            f"{file}: {error}: give both files of Megatron's preprocess_data.py as it wrote them, NAME.idx and NAME.bin"
+        ) from error
 
 
 def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
     import datasets
 
+    saved = f"{folder} looks like a saved dataset, but `datasets` cannot read it", "save it again"
+    return read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), columns, size, saved)
+
+
+def read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, wrong: tuple[str, str]) -> Iterator[Record]:
+    """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way out."""
     try:
-        dataset = datasets.load_from_disk(str(folder))
-        rows = dataset.select_columns(_columns(dataset.column_names, columns, str(folder)))
-        unread = dict.fromkeys(set(dataset.column_names) - set(rows.column_names), ...)
-        for row, record in enumerate(rows):
-            yield Record(_row(record) | unread, f"row:{row}", f"{folder}, row {row}", size / len(rows))
+        dataset = load()
+        names = dataset.column_names or []  # a stream may not know them
+        read = _columns(names, columns, where) if names else []
+        unread = dict.fromkeys(set(names) - set(read), ...)
+        share = size / len(dataset) if size else 0
+        for row, record in enumerate(dataset.select_columns(read) if read else dataset):
+            yield Record(_row(record) | unread, f"row:{row}", f"{where}, row {row}", share)
     except UserError:
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
-        reason = f"{type(error).__name__}: {brief(error)}"
-        raise CorpusError(
-            f"{folder} looks like a saved dataset, but `datasets` cannot read it ({reason}): save it again"
-        ) from error
+        raise CorpusError(f"{wrong[0]} ({type(error).__name__}: {brief(error)}): {wrong[1]}") from error
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: without_nulls(value) for key, value in record.items()}
+    return {key: value if key in IDS_KEYS else without_nulls(value) for key, value in record.items()}
 
 
 def _columns(names: list[str], columns: Columns, where: str) -> list[str]:
@@ -205,7 +283,11 @@ READERS: dict[str, Reader] = {
     ".ndjson": read_jsonl,
     ".json": _read_json,
     ".parquet": read_parquet,
+    ".arrow": _read_arrow,
+    **dict.fromkeys(MEGATRON, _read_megatron),
     ".csv": _read_csv,
     ".tsv": _read_csv,
 }
 """What reads the records of a file, by its ending."""
+PACKABLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+"""Endings of records that may be compressed."""

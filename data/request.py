@@ -13,8 +13,12 @@ from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import VERSION
 from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
-from longctx.data.template import Template, marks_generation
+from longctx.data.sampler import TRUNCATED
+from longctx.data.template import Template, marks_generation, reasoning_keys
 from longctx.data.tokenizer import Tokenizer, TokenizerError
+
+TREATMENTS = ("error", "drop", *TRUNCATED)
+"""What may happen to conversations that are too long."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,22 @@ class StoreRequest:
         variables: Mapping[str, Any],
         train_on: str,
         max_length: int | None,
+        long_documents: str,
+        empty_thoughts: bool,
     ) -> "StoreRequest":
         """Checks the settings and reads the fingerprint of the source. Raises as `prepare` does."""
         if train_on not in TRAIN_ON:
             raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
         if max_length is not None and max_length < 2:
             raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
+        if long_documents not in TREATMENTS:
+            raise ChatError(f"long_documents is {long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
         ready_made, pretrained = _given_tokenizer(tokenizer, end_of_document)
         templates = _with_variables(_templates(pretrained, chat_template), variables)
         settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
         if max_length is not None:
             settings["max_length"] = max_length
+            settings |= {} if long_documents == "drop" else {"long_documents": long_documents}
         template = None
         if pretrained is not None:
             settings["begin"] = pretrained.begin.tolist()
@@ -79,7 +88,11 @@ class StoreRequest:
         if pretrained is not None and templates is not None:
             settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
             markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
-            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on)
+            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on, empty_thoughts)
+            if any("<think>" in text or reasoning_keys(text) for text in templates.values()):
+                settings["empty_thoughts"] = (
+                    empty_thoughts  # earlier versions trained on them, and lost reasoning by other keys
+                )
         late_end = template.ends_no_turn if template is not None else ready_made is None or ChatML(ready_made).ends_as_text
         ends = {"end": True} if late_end and train_on != "all" else {}
         return cls(
@@ -172,8 +185,8 @@ def _with_variables(templates: Mapping[bool, str] | None, variables: Mapping[str
     if not variables:
         return templates
     if not isinstance(variables, Mapping) or not all(map(str.isidentifier, variables)):
-        raise TokenizerError("--template-variables must be a JSON object of variables: '{\"enable_thinking\": false}'")
+        raise TokenizerError('template_variables must be a dict of variables: {"enable_thinking": False}')
     if templates is None or templates[False] != templates[True]:
-        raise TokenizerError("--template-variables needs one chat template, for all conversations: give --chat-template FILE")
+        raise TokenizerError("--template-set needs one chat template, for all conversations: give --chat-template FILE")
     first = "".join(f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}\n" for name, value in variables.items())
     return {tools: first + text for tools, text in templates.items()}

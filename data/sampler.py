@@ -1,8 +1,8 @@
 """Sampler: chooses the documents of each step as a function of one integer cursor, independent of the number of ranks.
 
-Documents longer than `max_length` are first split into pieces of `max_length` tokens and a rest, or dropped, or refused. A
-piece is trained as a document of its own: attention, positions and labels restart. Below, "piece" includes whole documents.
-Pieces without a target are left out.
+Documents longer than `max_length` are first split into pieces of `max_length` tokens and a rest, or dropped, or refused, or cut
+at one end. A piece is trained as a document of its own: attention, positions and labels restart. Below, "piece" includes whole
+documents. Pieces without a target are left out.
 
 Every epoch has its own permutation of all P pieces, given by the seed. The cursor is the number of pieces taken since the first
 step: the next piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes pieces until they have
@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from longctx.errors import UserError
 
-LONG_DOCUMENTS = ("split", "drop", "error")
+TRUNCATED = ("truncate_left", "truncate_right")
+LONG_DOCUMENTS = ("split", "drop", "error", *TRUNCATED)
 LARGEST_SEED = (1 << 32) - 1
 MOST_EPOCHS = 1024
 """Maximum number of epochs in one step; more are a mistake in the settings, and would take too long to draw."""
@@ -91,12 +92,12 @@ def first_lengths(steps: Steps, count: int) -> list[list[int]]:
     return lengths
 
 
-def _check_settings(global_tokens: int, seed: int, max_length: int, long_documents: str) -> None:
+def _check_settings(global_tokens: int, seed: int, max_length: int, long_documents: str | None) -> None:
     if global_tokens < 1 or max_length < 1:
         raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
     if not 0 <= seed <= LARGEST_SEED:
         raise SamplerError(f"seed is {seed}: it must be from 0 to {LARGEST_SEED}")
-    if long_documents not in LONG_DOCUMENTS:
+    if long_documents is not None and long_documents not in LONG_DOCUMENTS:
         raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
 
 
@@ -105,7 +106,7 @@ def check_long(
     taken: npt.NDArray[np.bool_],
     count: int,
     max_length: int,
-    long_documents: str,
+    long_documents: str | None,
     name: Callable[[int], str],
     unsplit: tuple[str, str, str] | None,
 ) -> None:
@@ -113,18 +114,18 @@ def check_long(
 
     `unsplit`: words for documents that are never split, for these with a verb, and for what drop does; None: all may be.
     """
-    if unsplit is not None and long_documents == "split":
+    if unsplit is not None and long_documents not in ("drop", "error"):
         raise SamplerError(
             f"{count} {unsplit[0]} have more than the {max_length:,} tokens that fit, and {unsplit[1]} "
-            f"never split: set data.long_documents to drop, {unsplit[2]}, raise data.max_length, or use more "
+            f"never split or cut: set data.long_documents to drop, {unsplit[2]}, raise data.max_length, or use more "
             "ranks or more batch.tokens_per_rank"
         )
     if long_documents == "error":
         longest = int(np.where(taken, lengths, 0).argmax())
         raise SamplerError(
             f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {count} of {int(taken.sum())} documents "
-            f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
-            "or use more ranks or more batch.tokens_per_rank"
+            f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise "
+            "data.max_length, or use more ranks or more batch.tokens_per_rank"
         )
 
 
@@ -150,7 +151,9 @@ class Sampler:
         global_tokens: minimum number of tokens per step.
         seed: seed of the permutations.
         max_length: maximum number of tokens per piece.
-        long_documents: treatment of longer documents: split, drop or error.
+        long_documents: treatment of longer documents: split, drop, error, truncate_left (keeps the end) or truncate_right.
+            None: error for those that are `partly` trained, split for the others.
+        partly: documents of which some tokens have no loss, as of conversations, bool `[documents]`; None: no document.
         name: returns the name of a document for error messages.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
         pairs: whether documents 2k and 2k + 1 belong together.
@@ -160,7 +163,7 @@ class Sampler:
     Attributes:
         pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
         long: number of documents longer than `max_length`.
-        dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch.
+        dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch, or tokens by truncation.
         without_targets: number of pieces that are left out because they have no target; None: such pieces are taken.
 
     Raises SamplerError for a long document under `error`, or in a pair under `split`, and if no document is left.
@@ -175,8 +178,9 @@ class Sampler:
         global_tokens: int,
         seed: int,
         max_length: int,
-        long_documents: str = "split",
+        long_documents: str | None = None,
         name: Callable[[int], str] = str,
+        partly: npt.NDArray[np.bool_] | None = None,
         left_out: npt.NDArray[np.bool_] | None = None,
         pairs: bool = False,
         has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
@@ -189,6 +193,14 @@ class Sampler:
         if self.long:
             unsplit = ("documents of preference pairs", "pairs are", "which drops whole pairs") if pairs else None
             check_long(lengths, taken, self.long, max_length, long_documents, name, unsplit)
+        if long_documents is None and partly is not None and (refused := is_long & partly).any():
+            longest = int(np.where(refused, lengths, 0).argmax())
+            raise SamplerError(
+                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {int(refused.sum())} of "
+                f"{int((taken & partly).sum())} conversations, or other documents with tokens without loss, have more than the "
+                f"{max_length:,} that fit: set data.long_documents to drop, truncate_left (keeps the end), truncate_right or "
+                "split, raise data.max_length, or use more ranks or more batch.tokens_per_rank"
+            )
         if pairs:
             is_long = np.repeat(is_long.reshape(-1, 2).any(axis=1), 2)
         documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
@@ -201,11 +213,15 @@ class Sampler:
                 if self.dropped
                 else "there are no documents to train on: give a store with more documents, or lower data.held_out"
             )
-        counts = -(-lengths[documents] // max_length)
+        cut = long_documents in TRUNCATED
+        counts = np.ones_like(documents) if cut else -(-lengths[documents] // max_length)
         self._document = np.repeat(documents, counts)
         first_piece = np.repeat(np.cumsum(counts) - counts, counts)
         self._start = (np.arange(len(first_piece)) - first_piece) * max_length
+        if long_documents == "truncate_left":
+            self._start = np.maximum(lengths[documents] - max_length, 0)
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
+        self.dropped_tokens += int((lengths[documents] - (self._stop - self._start)).sum()) if cut else 0
         self._together = 2 if pairs else 1
         self.without_targets: int | None = None
         if has_targets is not None:

@@ -182,6 +182,12 @@ class Store:
         return self.manifest is not None and self.manifest.pairs
 
     @property
+    def partly_trained(self) -> npt.NDArray[np.bool_]:
+        """Documents of which some tokens have no loss, as of conversations, bool `[documents]`."""
+        partly: npt.NDArray[np.bool_] = self.trained_tokens < self.lengths - 1
+        return partly
+
+    @property
     def said(self) -> str:
         """Path of the store, or of all stores, for messages."""
         return ", ".join(str(source.path) for source in self.sources)

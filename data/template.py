@@ -27,7 +27,10 @@ from longctx.data.messages import NUMBER, DigitsError, as_written, parse_argumen
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
 _MARK = re.compile("[\U00100000-\U001018ff]")
-_TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning, of which a template knows one."""
+_TEXTS = ("content", *REASONING)
+_EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
 WAY_OUT = (
     "use a template that marks generated text with {% generation %} (--chat-template FILE), use ChatML "
@@ -40,17 +43,24 @@ def marks_generation(text: str) -> bool:
     return _GENERATION.search(text) is not None
 
 
+def reasoning_keys(text: str) -> list[str]:
+    """Returns the keys of a message's reasoning that a Jinja template reads."""
+    return [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", text)]
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out.
 
     `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
+    `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
     """
 
     text: str
     spans: Spans | None
     left_out: Collection[str] = ()
     unended: bool = False
+    thoughts: int = 0
 
 
 class Template:
@@ -62,6 +72,7 @@ class Template:
         markup: distinguishes special tokens from text.
         ends: special tokens that may end a turn, besides the templates' own.
         train_on: see `TRAIN_ON`.
+        empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
     """
 
     def __init__(
@@ -71,12 +82,13 @@ class Template:
         markup: Markup,
         ends: Sequence[str] = (),
         train_on: str = "assistant",
+        empty_thoughts: bool = False,
     ) -> None:
         self._texts = texts
         self._variables = dict(variables)
         self.markup = markup
         self._ends = ends
-        self._train_on = train_on
+        self._train_on, self._empty_thoughts = train_on, empty_thoughts
         self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}
 
@@ -91,7 +103,7 @@ class Template:
         turns = trained_turns(messages, first_trained, self._train_on, without_loss)
         for index, message in enumerate(messages):
             check_role(index, message["role"], self._texts[bool(tools)])
-        messages = self._with_arguments(messages, bool(tools))
+        messages = [*map(self._with_reasoning, self._with_arguments(messages, bool(tools)))]
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
         missing = set()
         try:
@@ -104,11 +116,20 @@ class Template:
             return Rendered(text, None, missing)
         if not marks:
             spans = self._turns(text, messages, tools, turns)
-            start, stop = spans[-1]
+            learned = (
+                spans
+                if self._empty_thoughts
+                else [
+                    (_after_thought(text, start, stop, messages[turn]), stop)
+                    for turn, (start, stop) in zip(turns, spans, strict=True)
+                ]
+            )
+            thoughts = sum(before != after for before, after in zip(spans, learned, strict=True))
+            spans, (start, stop) = learned, learned[-1]
             ended = text[stop:].strip() or self.markup.spells_special_tokens(self.markup.pieces(text.rstrip())[-1])
             if ended or not self.ends_no_turn:
-                return Rendered(text, spans, missing)
-            return Rendered(text, [*spans[:-1], (start, len(text))], missing, unended=True)
+                return Rendered(text, spans, missing, thoughts=thoughts)
+            return Rendered(text, [*spans[:-1], (start, len(text))], missing, unended=True, thoughts=thoughts)
         spans = sorted((start, stop) for start, stop in spans if start < stop)
         if len(turns) < sum(message["role"] == "assistant" for message in messages):  # the other turns are not trained on
             trained = self._turns(text, messages, tools, turns)
@@ -142,6 +163,17 @@ class Template:
             return {**call, "function": {**call["function"], "arguments": arguments}}
 
         return [{**m, "tool_calls": [*map(parsed, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
+
+    def _with_reasoning(self, message: Message) -> Message:
+        """Returns the message with its reasoning under the key that the templates read, if they do not read its own."""
+        given = [key for key in REASONING if message.get(key)]
+        if len(given) != 1 or not self._reasoning_keys or given[0] in self._reasoning_keys:
+            return message
+        return {self._reasoning_keys[0] if key == given[0] else key: value for key, value in message.items()}
+
+    @cached_property
+    def _reasoning_keys(self) -> list[str]:
+        return reasoning_keys("".join(self._texts.values()))
 
     def _render(
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False
@@ -317,6 +349,13 @@ class Template:
         text = full.rstrip()  # white space after the end-of-turn token is not generated
         ends = len(text) > len(prompt) and self.markup.spells_special_tokens(self.markup.pieces(text)[-1])
         return len(prompt), len(text) if ends else len(full)
+
+
+def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
+    """Returns where a turn begins after an empty thought that is not the message's own."""
+    block = _EMPTY_THOUGHT.match(text, start, stop)
+    own = _EMPTY_THOUGHT.match(message.get("content", ""))
+    return block.end() if block and not own else start
 
 
 def _probes() -> list[list[Message]]:

@@ -50,9 +50,11 @@ class Part:
     lossiest_name: str = ""
     lossiest_characters: int = 0
     dropped_documents: int = 0
+    truncated_documents: int = 0
     spelled_documents: int = 0
     spelled_name: str = ""
     straddling_tokens: int = 0
+    empty_thoughts: int = 0
     lightest: float = math.inf
     heaviest: float = 0.0
     left_out: dict[str, int] = field(default_factory=dict)
@@ -122,7 +124,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += sum(map(len, document.texts))
+        characters += document.size
         half_a_pair = document.format == PAIRS and len(batch) % 2
         if (characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS) and not half_a_pair:
             yield batch
@@ -183,6 +185,8 @@ class _PartWriter:
         part.spelled_documents += len(spelled)
         part.spelled_name = part.spelled_name or next(iter(spelled), "")
         part.left_out = dict(Counter(part.left_out) + Counter(name for row in rows for name in row.left_out))
+        part.truncated_documents += sum(row.truncated for row in rows)
+        part.empty_thoughts += sum(row.thoughts for row in rows)
         part.straddling_tokens += sum(row.straddling for row in rows)
         part.lightest, part.heaviest = min(part.lightest, *weights), max(part.heaviest, *weights)
 

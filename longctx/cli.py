@@ -41,6 +41,7 @@ COMMANDS = (
     "profile",
     "estimate",
     "verify",
+    "config",
 )
 
 PROCESSES_HELP = (

@@ -47,6 +47,7 @@ def _first_line(run: Run, trainer: Trainer) -> str:
         total = model.spec.parameters
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         parameters = f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
+        parameters += f", peak learning rate {config.optimizer.learning_rate:g}"
     return (
         f"{parameters} on {run.launch.world_size} ranks ({computed_by(config, model.spec, run.device.type)}), "
         f"{start}; {_documents(store)}, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
@@ -63,13 +64,16 @@ def _documents(store: Store) -> str:
 
 
 def _dropped(run: Run, max_length: int) -> str:
-    """Returns a line on documents, or pairs, that are dropped because they are too long; empty if there are none."""
+    """Returns a line on documents, or pairs, that are dropped or truncated, as they are too long; empty if there are none."""
     store = run.data.store
     documents, unit = (2, "pairs") if store.pairs else (1, "documents")
     dropped = int((store.lengths.reshape(-1, documents).max(axis=1) > max_length).sum())
-    if run.config.data.long_documents != "drop" or not dropped:
+    done = {"drop": "dropped", "truncate_left": "cut at their beginning", "truncate_right": "cut at their end"}.get(
+        run.config.data.long_documents or "split"
+    )
+    if done is None or not dropped:
         return ""
-    return f"{dropped:,} of {len(store) // documents:,} {unit} are dropped: longer than {max_length:,} tokens"
+    return f"{dropped:,} of {len(store) // documents:,} {unit} are {done}: longer than {max_length:,} tokens"
 
 
 def print_end(config: Config, step: int, *, trained: bool) -> None:

@@ -56,7 +56,7 @@ def train(
     resume: bool = False,
     resume_if_any: bool = False,
     continued: Path | None = None,
-    profile_steps: range | None = None,
+    trace_steps: range | None = None,
 ) -> int:
     """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
 
@@ -66,7 +66,7 @@ def train(
         resume_if_any: the same if there is a checkpoint, else start from the beginning.
         continued: folder of another run, whose newest complete checkpoint is the beginning of this run: weights, moments, step
             and places in the stores. Lengths, stores, batch, parallelism and RoPE may differ.
-        profile_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
+        trace_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
 
     Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a signal ended the run, 2 or 1
     for an error after the processes joined, which is printed to standard error.
@@ -74,7 +74,7 @@ def train(
     """
     check(config, world_size=Launch.read().world_size)
     run = prepare(config, resume=resume, resume_if_any=resume_if_any, continued=continued)
-    run = replace(run, traced=profile_steps)
+    run, config = replace(run, traced=trace_steps), run.config
     rank, peers = run.launch.rank, None
     stop = StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():
@@ -114,9 +114,13 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     if continued is not None and config.dpo.beta is not None:
         rule = "DPO compares with the model at the start of the run"
         raise UserError(f"--continue is {continued}, but {rule}: export that run, and start from it")
+    if continued is not None and config.train.epochs is not None:
+        rule = "the steps of both runs are counted: set train.steps instead"
+        raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
     check_wandb(config.log.wandb)
     check_rollouts(config)
     run = Run.open(config)
+    config = run.config
     _log_kernels(run)
     if config.train.float8 is not None:
         check_float8(run.device)

@@ -63,10 +63,18 @@ def test_every_command_has_help_with_one_default_per_option(name: str, capsys: p
         assert entry.count("(default") <= 1, f"a doubled default: {entry}"
 
 
-def test_help_of_train_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
-    assert longctx.config.describe() in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert longctx.config.overview() in out and len(out.splitlines()) < 70
+    assert cli.main(["config"]) == 0
+    assert longctx.config.describe() == capsys.readouterr().out.strip()
+    assert cli.main(["config", "batch", "log"]) == 0
+    out = capsys.readouterr().out
+    assert "--batch.tokens_per_rank int" in out and "--log.tensorboard" in out and "--train.steps" not in out
+    assert cli.main(["config", "steps"]) == 2
+    assert "there is no section 'steps' of settings: choose from model, lora" in capsys.readouterr().err
 
 
 def test_python_m_longctx_is_the_same_command() -> None:
@@ -177,8 +185,9 @@ DIGITS = "9" * 5000
         (["train", "--train.steps", "--processes", "2"], "--train.steps has no value: write --train.steps VALUE"),
         (["train", "run\0.yaml"], "an argument has a NUL character"),
         (["prepare", "--source", "texts\0"], "an argument has a NUL character"),
-        (["train", "--profile-steps", f"{DIGITS}:{DIGITS}"], "--profile-steps is '9999"),
-        (["train", "--profile-steps", f"1:{DIGITS}"], "--profile-steps is '1:9999"),
+        (["train", "--trace-steps", f"{DIGITS}:{DIGITS}"], "--trace-steps is '9999"),
+        (["train", "--trace-steps", f"1:{DIGITS}"], "--trace-steps is '1:9999"),
+        (["train", "--profile-steps", "1:2"], "--profile-steps was renamed: give --trace-steps 1:2"),
         (["plan", "--ranks", "8", "--lengths", "nowhere", "--bins", f"8:{DIGITS}"], "is not LENGTH:DEGREE"),
         (["compare", "--mix", "wlb_128k", "--ranks", DIGITS], "is not a list of whole numbers"),
         (["compare", "--mix", "wlb_128k", "--baseline", f"static:{DIGITS}"], "is not static:DEGREE"),

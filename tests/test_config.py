@@ -62,7 +62,7 @@ def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -
         ("data.store=my stores/a=b", Path("my stores/a=b")),
         ("train.run_dir=2001-13-45", Path("2001-13-45")),
         ("model.tie_word_embeddings=false", False),
-        ("model.preset=8b", "8b"),
+        ("model.preset=llama-3.1-8b", "llama-3.1-8b"),
     ],
 )
 def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
@@ -147,6 +147,7 @@ def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
         ("train.run_dir=3", "must be a path"),
         ("optimizer.betas=[0.9]", "required"),
         ("model.preset=huge", "unknown preset"),
+        ("model.preset=8b", "write llama-3.1-8b"),
         ("model.num_attention_heads=3", "which is not divisible by num_key_value_heads 2"),
         ("model.head_dim=33", "must be even"),
         ("model.hidden_size=0", "greater than or equal to 1"),
@@ -365,7 +366,8 @@ def test_a_model_is_its_preset_with_the_sizes_given() -> None:
 
 def test_every_size_of_a_model_can_be_set() -> None:
     sections = Config().model_dump()
-    assert set(sections["model"]) == {"preset", "from_pretrained", "implementation", *ModelShape.model_fields}
+    own = {"preset", "from_pretrained", "implementation", "new_tokens"}
+    assert set(sections["model"]) == {*own, *ModelShape.model_fields}
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("quickstart", 2), ("pretrain_128k_cpu", 2), ("pretrain_8b_128k", 64)])

@@ -186,7 +186,17 @@ def test_the_command_shows_what_is_learnt(
     records += [{"text": "b" * 300}, {"messages": [ASKED, {**ANSWERED, "content": "a" * 900}], "weight": 2}]
     records.append({"messages": [ASKED, {**ANSWERED, "content": "nearly last " * 30}], "weight": 0.25})
     write_jsonl(tmp_path / "my chats.jsonl", records)
-    command = ["prepare", "--source", "my chats.jsonl", "--tokenizer", "bytes", "--max-length", "500"]
+    command = [
+        "prepare",
+        "--source",
+        "my chats.jsonl",
+        "--tokenizer",
+        "bytes",
+        "--max-length",
+        "500",
+        "--long-documents",
+        "drop",
+    ]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert out.startswith("stores/my chats: written in")

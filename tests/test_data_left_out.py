@@ -267,7 +267,7 @@ def test_an_empty_content_before_a_call(checkpoints: dict[str, Path], tmp_path: 
     assert whole(store) == applied(checkpoints["Qwen 3"], messages, template)
     begin = f"{content}\n" if content else ""
     call_of_add = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
-    assert learnt(store) == f"{begin}{call_of_add}{END}It is 5.{END}<think>\n\n</think>\n\nSo.{END}"
+    assert learnt(store) == f"{begin}{call_of_add}{END}It is 5.{END}So.{END}"
 
 
 def test_a_call_is_learnt_to_its_end_where_turns_have_none(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -310,25 +310,34 @@ def test_a_prompt_may_begin_a_line_that_empty_reasoning_lacks(checkpoints: dict[
     )
     template = template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
     store = made(tmp_path, [{"messages": chat("Q", "A", "R", "B")}], checkpoints["SmolLM2"], template)
+    assert learnt(store) == f"A{END}B{END}" and store.manifest.empty_thoughts == 2
+    store = made(tmp_path, [{"messages": chat("Q", "A", "R", "B")}], checkpoints["SmolLM2"], template, empty_thoughts=True)
     assert learnt(store) == f"</think>A{END}</think>B{END}"
     template = template.replace(
         "'<think></think>'", "'<think>' + ('\n' + message.reasoning if message.reasoning else '') + '</think>'"
     )
     messages = [*chat("Q", "A", "R"), {"role": "assistant", "content": "B", "reasoning": "Hm."}]
     store = made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], template)
-    assert learnt(store) == f"</think>A{END}Hm.</think>B{END}"
+    assert learnt(store) == f"A{END}Hm.</think>B{END}"
 
 
 def test_the_loss_begins_where_the_generation_prompt_ends(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Qwen 3's empty reasoning is generated, unless the prompt contains it."""
+    """Qwen 3's empty reasoning, which the template writes, is learnt if that is asked for, unless the prompt contains it."""
     messages, block = chat("Q", "A"), "<think>\n\n</think>\n\n"
-    assert learnt(made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"])) == f"{block}A{END}"
+    store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], empty_thoughts=True)
+    assert learnt(store) == f"{block}A{END}" and store.manifest.empty_thoughts == 0
+    store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"])
+    assert learnt(store) == f"A{END}" and block in whole(store) and store.manifest.empty_thoughts == 1
+    own = [{"messages": chat("Q", f"{block}A")}, {"messages": [*chat("Q"), {**chat("Q", "A")[1], "reasoning_content": "Hm."}]}]
+    store = made(tmp_path, own, checkpoints["Qwen 3"])
+    assert learnt(store, 1) == f"<think>\nHm.\n</think>\n\nA{END}" and store.manifest.empty_thoughts == 0
     store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], template_variables={"enable_thinking": False})
     assert learnt(store) == f"A{END}" and block in whole(store)
     prompt = "'<|im_start|>assistant\\n' }}\n    {%- if enable"
     begun = QWEN3.replace(prompt, prompt.replace("assistant\\n", "assistant\\n<think>\\n"))
     assert begun != QWEN3
-    store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], begun)
+    assert learnt(made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], begun)) == f"A{END}"
+    store = made(tmp_path, [{"messages": messages}], checkpoints["Qwen 3"], begun, empty_thoughts=True)
     assert learnt(store).lstrip() == f"</think>\n\nA{END}" and store.manifest.straddling_tokens == 1  # one token is two lines
 
 
@@ -343,7 +352,7 @@ def test_variables_are_kept_for_exports(checkpoints: dict[str, Path], tmp_path: 
     assert applied(checkpoints["SmolLM2"], messages, kept, deep=2) == applied(
         checkpoints["SmolLM2"], messages, template, **{**variables, "deep": 2}
     )
-    with pytest.raises(TokenizerError, match="--template-variables needs one chat template"):
+    with pytest.raises(TokenizerError, match="--template-set needs one chat template"):
         made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], chat_template="chatml", template_variables=variables)
 
 
@@ -353,19 +362,18 @@ def test_variables_on_the_command_line(
     source = write_jsonl(tmp_path / "s.jsonl", [{"messages": chat("Q", "A")}])
     command = ["prepare", "--source", str(source), "--tokenizer", str(checkpoints["Qwen 3"]), "--out", str(tmp_path / "store")]
     assert main(command) == 0
-    asked = ["--template-variables", '{"enable_thinking": false}']
+    asked = ["--template-set", "enable_thinking=false"]
     assert main([*command, *asked]) == 2, "another request"
     assert main([*command, *asked, "--overwrite"]) == 0
     assert learnt(Store.open(tmp_path / "store")) == f"A{END}"
     assert main([*command, *asked]) == 0
     capsys.readouterr()
-    for variables, says in (
-        ("{", "--template-variables is not JSON"),
-        ("[1]", "must be a JSON object"),
-        ('{"a b": 1}', "must"),
-    ):
-        assert main([*command, "--template-variables", variables]) == 2
-        assert says in capsys.readouterr().err
+    for setting in ("enable_thinking", "a b=1", "=1"):
+        assert main([*command, "--template-set", setting]) == 2
+        assert "must be NAME=VALUE, such as enable_thinking=false" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--template-variables", "{}"])
+    assert "give --template-set NAME=VALUE" in capsys.readouterr().err
 
 
 def test_flags_that_are_off_are_named_like_those_that_are_on(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -85,7 +85,14 @@ def planner(ranks: int, mode: str = "auto", tokens_per_rank: int = 120) -> Calla
 
 
 def loader(store: Store, rank: int = 0, ranks: int = 1, **options: object) -> Loader:
-    arguments = {"planner": planner(ranks), "global_tokens": 200, "seed": 3, "max_length": 100, **options}
+    arguments = {
+        "planner": planner(ranks),
+        "global_tokens": 200,
+        "seed": 3,
+        "max_length": 100,
+        "long_documents": "split",
+        **options,
+    }
     return Loader(store, rank=rank, ranks=ranks, **arguments)
 
 
@@ -192,7 +199,7 @@ def test_state_of_another_run_is_refused(store: Store, tmp_path: Path) -> None:
     with loader(store, seed=4, max_length=50, long_documents="drop") as other:
         with pytest.raises(LoaderError) as caught:
             other.load_state_dict(state)
-        for says in ("seed is 4, and was 3: set train.seed", "max_length is 50, and was 100: set data.max_length"):
+        for says in ("seed is 4, and was 3: set data.seed", "max_length is 50, and was 100: set data.max_length"):
             assert says in str(caught.value)
         assert "long_documents is 'drop', and was 'split': set data.long_documents" in str(caught.value)
         with pytest.raises(LoaderError, match="lacks cursor"):

@@ -144,7 +144,7 @@ def test_documents_of_all_stores_are_read_as_from_each(stores: list[Store]) -> N
 
 
 def mixed_loader(stores: list[Store], amounts: list[float], rank: int = 0, ranks: int = 1, **options: object) -> Loader:
-    settings = {"global_tokens": 300, "seed": 3, "max_length": 100, **options}
+    settings = {"global_tokens": 300, "seed": 3, "max_length": 100, "long_documents": "split", **options}
 
     def planner(lengths: list[int]) -> object:
         return make_plan(lengths, ranks=ranks, tokens_per_rank=120, profile=PROFILE, mode="auto")

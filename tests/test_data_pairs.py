@@ -115,7 +115,24 @@ def test_a_pair_is_dropped_as_a_whole_and_never_separated(
     lengths = [(10, 20), (200, 10), (10, 200), (200, 200), (5, 5)]
     records = [{"prompt": "p", "chosen": text_of(a, 1), "rejected": text_of(b, 2)} for a, b in lengths]
     source, out = write_jsonl(tmp_path / "s.jsonl", records), tmp_path / "store"
-    assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(out), "--max-length", "150"]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "--source",
+                str(source),
+                "--tokenizer",
+                "bytes",
+                "--out",
+                str(out),
+                "--max-length",
+                "150",
+                "--long-documents",
+                "drop",
+            ]
+        )
+        == 0
+    )
     assert "dropped    3 pairs with a conversation of more than 150 tokens" in capsys.readouterr().out
     assert list(Store.open(out).names) == [f"s.jsonl:{line}#{side}" for line in (1, 5) for side in ("chosen", "rejected")]
 

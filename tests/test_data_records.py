@@ -113,10 +113,10 @@ def test_conversations_without_loss_are_dropped_and_counted(tmp_path: Path, caps
     silent = {"messages": [asked, {**answered, "weight": 0}]}
     source = written(tmp_path, [silent, {"messages": [asked, answered]}, silent])
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
-    assert "dropped    2 conversations whose turns all switch off the loss" in capsys.readouterr().out
+    assert "dropped    2 documents that switch off the loss of everything" in capsys.readouterr().out
     store = Store.open(tmp_path / "store")
     assert (store.manifest.documents, store.manifest.untrained_documents) == (1, 2)
-    with pytest.raises(CorpusError, match="has no document with text: 1 switch off the loss of every turn"):
+    with pytest.raises(CorpusError, match="has no document with text: 1 switch off the loss of everything"):
         made(tmp_path, [silent])
     with pytest.raises(ChatError, match=r"message 1 has no loss, but --train-on all trains on every token"):
         made(tmp_path, [flagged({"weight": 0}, "messages")], train_on="all")
@@ -211,7 +211,7 @@ def test_history_and_system_are_obeyed(tmp_path: Path) -> None:
         ({"conversations": [{"from": "human", "value": "Q"}], "video": "v.mp4"}, "`video` is not supported"),
         ({"messages": chat("Q", "A"), "loss_mask": [0, 1]}, "`loss_mask` is not supported: tools differ in what it means"),
         ({"conversations": [{"from": "human", "value": "Q"}], "mask": "User"}, "`mask` is not supported: tools differ"),
-        ({"messages": chat("Q", "A"), "rejected_messages": chat("Q", "B")}, "`rejected_messages` is not supported: give the"),
+        ({"messages": chat("Q", "A"), "rejected_messages": chat("R", "B")}, "both must begin with the same prompt"),
         ({"messages": chat("Q", "A"), "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` is not supported"),
     ],
 )
@@ -345,7 +345,7 @@ def test_an_interrupted_preparation_goes_on(
     records = [{"messages": [asked, {"role": "assistant", "content": "A " * n, "name": "Bob"}], "id": 1} for n in lengths]
     records[4]["messages"][1]["weight"] = 0
     corpus = open_corpus(str(written(tmp_path, records)))
-    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300}
+    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300, "long_documents": "drop"}
     with pytest.raises(KeyboardInterrupt):
         prepare(corpus, tmp_path / "store", **options, progress=interrupt)
     assert list((tmp_path / "store.partial").glob("data-*.arrow"))

@@ -45,7 +45,7 @@ def stores(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     folder, made = tmp_path_factory.mktemp("stores"), {}
     for name, family in FAMILIES.items():
         source = write_jsonl(folder / f"{name}.jsonl", [record(family, title) for title in family.conversations])
-        prepare(open_corpus(str(source)), folder / name, tokenizer=str(checkpoints[name]))
+        prepare(open_corpus(str(source)), folder / name, tokenizer=str(checkpoints[name]), empty_thoughts=True)
         made[name] = Store.open(folder / name)
     return made
 
@@ -139,7 +139,7 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
     checkpoint = Pretrained.load(str(checkpoints[name]))
     assert checkpoint.templates is not None
     markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
-    template = Template(checkpoint.templates, checkpoint.variables, markup, checkpoint.ends)
+    template = Template(checkpoint.templates, checkpoint.variables, markup, checkpoint.ends, empty_thoughts=True)
     try:
         rendered = template.render(messages, None)
     except ChatError:

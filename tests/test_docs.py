@@ -116,7 +116,7 @@ def why_not_run(command: list[str]) -> str:
         return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py, test_encoders.py and test_generate.py run it"
     if re.search(r"-m gpu|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
         return "needs a GPU or minutes"
-    return "other tests run it" if text in ("longctx prepare", "longctx train --help") or "finetune" in text else ""
+    return "other tests run it" if text in ("longctx prepare", "longctx config") or "finetune" in text else ""
 
 
 def run(command: list[str], folder: Path, steps: int) -> str:
@@ -137,7 +137,7 @@ def run(command: list[str], folder: Path, steps: int) -> str:
         ranks = int(arguments[at + 1])
         arguments = arguments[:at] + arguments[at + 2 :]
     if arguments[0] == "train":
-        arguments += [] if "--profile-steps" in arguments else ["--train.steps", str(steps)]
+        arguments += [] if "--trace-steps" in arguments else ["--train.steps", str(steps)]
         arguments += [] if "retrieval.yaml" in " ".join(command) else SMALL
     with contextlib.chdir(folder):
         return launched.run(*arguments, ranks=ranks)[0]

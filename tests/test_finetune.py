@@ -24,8 +24,9 @@ from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
 from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
+from longctx.training import data as run_data
 from longctx.training.checks import check_model
-from longctx.training.data import RunData
+from longctx.training.data import RunData, with_steps
 from longctx.training.saved.checkpoint import steps
 from tests import launched
 from tests.evaluation_cases import save_checkpoint
@@ -181,6 +182,8 @@ def test_a_tokenizer_may_have_more_entries_than_the_embedding(
     assert main([each.format(data=with_token, out=tmp_path / "b") for each in command]) == 2
     told = capsys.readouterr().err
     assert f"token {len(tokenizer) - 1} of" in told and "('<image>') is beyond the embedding" in told
+    assert "add entries by model.new_tokens [<image>]" in told
+    assert main([each.format(data=with_token, out=tmp_path / "c") for each in [*command, "--model.new_tokens=[<image>]"]]) == 0
 
 
 @pytest.mark.usefixtures("quick_start")
@@ -271,10 +274,11 @@ def test_every_option_of_data_is_one_of_finetune(checkpoint: Path, tmp_path: Pat
     assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "run"), "--processes=1", *given]) == 0
     store = Store.open(tmp_path / "run" / "store")
     assert store.tokenizer.end_of_document_token == "<|im_start|>" and len(store) == 3
-    texts.write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n')
-    assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "other"), "--processes=1"]) == 2
-    told = capsys.readouterr().err
-    assert "has input_ids: tokens of another program are not read yet" in told and "--text-column" not in told
+    texts.write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n' * 2)
+    given = ["--prepare-only", "--max-documents=1", "--max-bytes=99"]
+    assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "other"), "--processes=1", *given]) == 0
+    assert "stopped    at --max-documents 1, --max-bytes 99" in capsys.readouterr().out
+    assert Store.open(tmp_path / "other" / "store").tokens(0, 0, 2)[0].tolist() == [1, 2]
 
 
 @pytest.mark.usefixtures("quick_start")
@@ -453,7 +457,7 @@ def test_steps_read_the_documents_as_often_as_asked(
     epochs: float, share: float, per_rank: int, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of whole documents have more than their tokens: here 1.4 times as many. Some are dropped if ranks hold less."""
-    monkeypatch.setattr(command, "COUNTED", counted)
+    monkeypatch.setattr(run_data, "COUNTED", counted)
     store = Store.open(make_store(tmp_path, tuple(range(200, 400, 7))))
     data = {"held_out": share, "long_documents": "drop"}
     batch = {"tokens_per_rank": per_rank, "global_tokens": 400}
@@ -463,6 +467,8 @@ def test_steps_read_the_documents_as_often_as_asked(
     cut = {"max_length": 2 * per_rank, "long_documents": "drop"}
     sampler = Sampler(store.lengths, global_tokens=400, seed=3, left_out=held_out(store.names, share), **cut)
     assert (sampler.dropped > 0) == (per_rank < 200)
+    by_setting = with_steps(given.changed({"train.epochs": epochs}), store, 2)
+    assert (by_setting.train.steps, by_setting.train.epochs) == (steps, None)
     cursors = [0]
     for _ in range(steps):
         cursors.append(sampler.step(cursors[-1])[1])

@@ -10,6 +10,8 @@ import yaml
 
 from longctx.cli import main
 from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
+from longctx.training.metrics import peak_flops
+from longctx.training.run_profile import read_described
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
@@ -29,12 +31,43 @@ def test_an_h200_differs_from_an_h100_in_what_memory_makes_faster() -> None:
     assert h200.linear_s_per_token == pytest.approx(H100.linear_s_per_token - saved, rel=1e-3)
 
 
+SHEETS = {
+    "a100-80gb": (312, 2.039, 80, 300, 25),
+    "a100-40gb": (312, 1.555, 40, 300, 25),
+    "h100-pcie": (756, 2.0, 80, 64, 25),
+    "b200": (2250, 8.0, 180, 900, 50),
+    "l40s": (362, 0.864, 48, 32, 12.5),
+}
+"""By data sheet: dense bf16 TFLOP/s, TB/s and GB of memory, GB/s per direction inside a node; and the assumed GB/s of a NIC."""
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_other_gpus_keep_the_shares_of_an_h100(name: str) -> None:
+    """Matrices and attention take their share of the peak, and other layers the time to move 18 MB per token."""
+    peak, bandwidth, memory, link, card = SHEETS[name]
+    profile, described = read_described(name)
+    assert described is not None
+    assert described.from_data_sheets
+    assert (described.memory_gb, described.gpu and peak_flops(described.gpu, "bfloat16")) == (memory, peak * 1e12)
+    moved = 3 * 32 * 2 * (2 * 2 * 4096 + 2 * 3 * 4096 + 2 * 5120 + 3 * 14336)
+    matrices = (H100.linear_s_per_token - moved / 3.35e12) * 989 / peak
+    expected = {
+        "linear_s_per_token": matrices + moved / (bandwidth * 1e12),
+        "attention_s_per_token2": H100.attention_s_per_token2 * 989 / peak,
+        "intra_node_bytes_per_s": H100.intra_node_bytes_per_s / 450 * link,
+        "inter_node_bytes_per_s": H100.inter_node_bytes_per_s / 50 * card,
+    }
+    for constant, value in {**H100.to_dict(), **expected}.items():
+        close = pytest.approx(value, rel=5e-3) if constant in expected else value
+        assert profile.to_dict()[constant] == close, constant
+
+
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_help_lists_the_shipped_profiles(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
     out = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # argparse breaks lines at hyphens
-    assert set(shipped_profiles()) == {"cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib"}
+    assert {"cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib", *SHEETS} == set(shipped_profiles())
     assert all(name in out for name in shipped_profiles())
 
 
@@ -86,5 +119,7 @@ def test_files_that_are_not_profiles_are_refused(tmp_path: Path, text: str, mess
     path.write_text(text)
     with pytest.raises(ProfileError, match=message):
         HardwareProfile.load(path)
-    with pytest.raises(ProfileError, match=r"no hardware profile 'h900': give .* one of cpu-2core, h100-nvlink-ib, h200"):
+    with pytest.raises(
+        ProfileError, match=r"no hardware profile 'h900': give .* one of a100-40gb, .*cpu-2core, h100-nvlink-ib"
+    ):
         HardwareProfile.load("h900")

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "model": {"errors", "tokenizer_files", "planning", "attention"},
     "config": {"errors", "safe_yaml", "units", "planning", "model"},
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},
-    "training": CORE | {"step_log"},
+    "training": CORE | {"step_log", "safe_yaml"},
     "memory": CORE | {"training"},
     "evaluation": CORE | {"training"},
     "profiling": CORE | {"training"},

@@ -96,7 +96,7 @@ def test_two_levels_hold_the_own_node_at_once() -> None:
 def test_automatic_head_exchange_is_counted_as_it_is_chosen() -> None:
     """If keys go directly to ranks of several nodes, the cost model chooses to swap heads, and ranks receive fewer keys."""
     straight = ["context.profile=h100-nvlink-ib", "context.two_level_exchange=false"]
-    wide = ["model.preset=8b", "batch.tokens_per_rank=4096", *straight]
+    wide = ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=4096", *straight]
     auto, plain = (
         max(full_loads(load(None, [*wide, f"context.ulysses_degree={value}"]), 64), key=lambda found: found.remote)
         for value in ("auto", 1)

@@ -361,3 +361,18 @@ def test_operations_of_frozen_weights_are_counted_without_their_gradients(checkp
     assert model_flops(adapted, [100]) == model_flops(full, [100]) + of_adapters - of_matrices
     works = [work_of(spec, "float32") for spec in (adapted, full)]
     assert works[0].computed == pytest.approx(2 / 3 * works[1].computed)
+
+
+@pytest.mark.parametrize(
+    ("more", "rate"),
+    [
+        ([], 2e-4),
+        (["dpo.beta=0.1"], 5e-5),
+        (["policy.loss=grpo"], 5e-5),
+        (["optimizer.learning_rate=0.001"], 1e-3),
+        (["lora.rank=null"], 3e-4),
+    ],
+)
+def test_adapters_have_a_learning_rate_of_their_own(checkpoints: dict[str, Path], more: list[str], rate: float) -> None:
+    config = load(None, [f"model.from_pretrained={checkpoints['llama']}", "lora.rank=4", *more])
+    assert config.optimizer.learning_rate == rate

@@ -166,7 +166,7 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     assert memory.total == pytest.approx(measured, rel=within)
 
 
-CONFIG = load(None, ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])
+CONFIG = load(None, ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])
 SPEC = CONFIG.model.shape(128256).spec
 LOAD = Load(tokens=16384, remote=3 * 16384, sent=3 * 8192, held=3 * 16384, fullest=3 * 16384, micro_batches=4)
 
@@ -242,7 +242,7 @@ def test_which_kernel_is_counted() -> None:
         assert kernels.kernel_on_gpus("auto", replace(request, dtype=torch.float32)) == "triton"
 
 
-BASE = ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"]
+BASE = ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"]
 ZERO_BUBBLE = ["parallel.pipeline_parallel_size=2", "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"]
 RUNS = {
     "recomputation makes offloading possible": (8, ["batch.tokens_per_rank=262144", "data.max_length=262144"]),

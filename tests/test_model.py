@@ -12,6 +12,7 @@ from longctx.config import load
 from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder, Embedding
+from longctx.model.families import expressed
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
 from longctx.model.source import NewDecoder
@@ -64,7 +65,41 @@ def test_parameters_are_counted_right() -> None:
     for tied in (True, False):
         shape = SHAPE.model_copy(update={"tie_word_embeddings": tied})
         assert shape.spec.parameters == sum(p.numel() for p in Decoder(shape).parameters())
-    assert PRESETS["8b"].model_copy(update={"vocab_size": 128256}).spec.parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "parameters", "family"),
+    [
+        ("llama-3.2-1b", 16, 32, 8, 64, 128_256, 1_235_814_400, "llama"),
+        ("llama-3.2-3b", 28, 24, 8, 128, 128_256, 3_212_749_824, "llama"),
+        ("llama-3.1-8b", 32, 32, 8, 128, 128_256, 8_030_261_248, "llama"),
+        ("llama-3.1-70b", 80, 64, 8, 128, 128_256, 70_553_706_496, "llama"),
+        ("llama-3.1-405b", 126, 128, 8, 128, 128_256, 405_853_388_800, "llama"),
+        ("qwen3-0.6b", 28, 16, 8, 128, 151_936, 596_049_920, "qwen3"),
+        ("qwen3-1.7b", 28, 16, 8, 128, 151_936, 1_720_574_976, "qwen3"),
+        ("qwen3-4b", 36, 32, 8, 128, 151_936, 4_022_468_096, "qwen3"),
+        ("qwen3-8b", 36, 32, 8, 128, 151_936, 8_190_735_360, "qwen3"),
+        ("qwen3-14b", 40, 40, 8, 128, 151_936, 14_768_307_200, "qwen3"),
+        ("qwen3-32b", 64, 64, 8, 128, 151_936, 32_762_123_264, "qwen3"),
+        ("qwen3-30b-a3b", 48, 32, 4, 128, 151_936, 30_532_122_624, "qwen3_moe"),
+        ("qwen3-235b-a22b", 94, 64, 4, 128, 151_936, 235_093_634_560, "qwen3_moe"),
+        ("mixtral-8x7b", 32, 32, 8, 128, 32_000, 46_702_792_704, "mixtral"),
+        ("gpt-oss-20b", 24, 64, 8, 64, 201_088, 20_914_757_184, None),
+        ("gpt-oss-120b", 36, 64, 8, 64, 201_088, 116_829_156_672, None),
+    ],
+)
+def test_presets_have_published_sizes(
+    name: str, layers: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, parameters: int, family: str | None
+) -> None:
+    """Those of config.json on the hub, and parameters without repeated tensors; gpt-oss lacks sinks and biases."""
+    shape = PRESETS[name].model_copy(update={"vocab_size": vocabulary})
+    assert (shape.num_hidden_layers, shape.num_attention_heads) == (layers, heads)
+    assert (shape.num_key_value_heads, shape.head_dim) == (kv_heads, head_dim)
+    if family is None:
+        assert 0 < parameters - shape.spec.parameters < 5e-4 * parameters
+    else:
+        assert shape.spec.parameters == parameters
+        assert expressed(shape, longest=1)[0].kind == family
 
 
 @pytest.mark.parametrize(

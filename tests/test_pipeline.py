@@ -122,7 +122,7 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
 
 def test_stages_by_cost() -> None:
     """The last stage has the head, which costs as much as several small blocks; attention over long documents outweighs it."""
-    shape = PRESETS["1b"].model_copy(update={"vocab_size": 128_256})
+    shape = PRESETS["llama-3.2-1b"].model_copy(update={"vocab_size": 128_256})
     assert [len(layers) for layers in split_layers(shape.spec, 4, keys=0)] == [5, 5, 5, 1]
     assert [len(layers) for layers in split_layers(shape.spec, 4, keys=10_000_000)] == [4, 4, 4, 4]
     for stages in (1, 5, 16):

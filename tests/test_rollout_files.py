@@ -243,3 +243,16 @@ def test_a_policy_loss_without_rollouts_is_refused(tmp_path: Path, capfd: pytest
     for extra in ([], ["--dry-run"]):
         assert main([*arguments(tmp_path, ["policy.loss=grpo"]), *extra]) == 2
         assert "policy.loss is grpo, but data.rollouts is null" in capfd.readouterr().err
+
+
+def test_epochs_are_passes_over_all_groups(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = arguments(tmp_path, [*(one for one in write(tmp_path, records()) if "train.steps" not in one), "train.epochs=2"])
+    assert main(words) == 0
+    store = read(tmp_path, *records())
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    tokens = store.lengths[store.lengths <= 150].sum()
+    assert 2 * tokens <= sum(step["tokens"] for step in log) and sum(step["tokens"] for step in log[:-1]) < 2 * tokens
+    assert f"train:\n  steps: {len(log)}\n  epochs: null" in (tmp_path / "run" / "config.yaml").read_text()
+    assert f"finished step {len(log)}" in capfd.readouterr().out
+    assert main([*words, "--continue", str(tmp_path)]) == 2
+    assert "but the steps of both runs are counted: set train.steps" in capfd.readouterr().err

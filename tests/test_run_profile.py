@@ -21,7 +21,7 @@ from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups
 from longctx.planning.cost.scaling import query_share, scale
 from longctx.planning.cost.work import work_of
-from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError
+from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import make_planner
@@ -30,7 +30,8 @@ from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
 CPU, H100, H200 = (HardwareProfile.load(name) for name in ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib"))
-EIGHT_B = ["model.preset=8b", "model.vocab_size=128256", "train.dtype=bfloat16", "train.device=cuda"]
+NAMED = "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100, from data sheets, not measured)"
+EIGHT_B = ["model.preset=llama-3.1-8b", "model.vocab_size=128256", "train.dtype=bfloat16", "train.device=cuda"]
 TINY = ["model.preset=tiny", "model.vocab_size=4096", "train.device=cpu"]
 
 
@@ -51,7 +52,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("NVIDIA H100 80GB HBM3", H100),
         ("NVIDIA H200", H200),
         ("NVIDIA H200 NVL", H200),
-        ("NVIDIA A100-SXM4-80GB", H100),
+        ("NVIDIA A100-SXM4-80GB", HardwareProfile.load("a100-80gb")),
+        ("NVIDIA A100-SXM4-40GB", HardwareProfile.load("a100-40gb")),
+        ("NVIDIA A100-PCIE-40GB", HardwareProfile.load("a100-80gb")),
+        ("NVIDIA H100 PCIe", HardwareProfile.load("h100-pcie")),
+        ("NVIDIA H100 NVL", H100),
+        ("NVIDIA B200", HardwareProfile.load("b200")),
+        ("NVIDIA L40S", HardwareProfile.load("l40s")),
+        ("NVIDIA RTX A6000", H100),
     ],
 )
 def test_the_profile_follows_the_device(monkeypatch: pytest.MonkeyPatch, gpu: str | None, expected: HardwareProfile) -> None:
@@ -114,7 +122,7 @@ def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib", "examples/slow_network.yaml"])
+@pytest.mark.parametrize("name", [*shipped_profiles(), "examples/slow_network.yaml"])
 def test_profiles_count_the_matrices_to_queries(name: str) -> None:
     profile, described = read_described(name)
     assert described is not None
@@ -237,7 +245,10 @@ def test_scaling_is_reported() -> None:
             "h100-nvlink-ib is for cuda, but this run is on cpu",
         ),
         (["context.profile=cpu-2core"], None, "cpu-2core is for cpu, but this run is on cuda"),
-        ([], "NVIDIA A100-SXM4-80GB", "h100-nvlink-ib is for H100, but this run is on NVIDIA A100-SXM4-80GB"),
+        (["context.profile=h100-nvlink-ib"], "NVIDIA A100-SXM4-80GB", "is for H100, but this run is on NVIDIA A100-SXM4-80GB"),
+        ([], "NVIDIA A10", "no shipped profile is for NVIDIA A10: h100-nvlink-ib, which is for H100, is used instead; speeds"),
+        ([], "NVIDIA A100-PCIE-40GB", "no shipped profile is for NVIDIA A100-PCIE-40GB: a100-80gb, which is for A100, is used"),
+        ([], "NVIDIA A100-SXM4-40GB", None),
         (["train.dtype=float32"], "NVIDIA H100 80GB HBM3", "is for bfloat16, but this run computes in float32"),
         ([], "NVIDIA H100 80GB HBM3", None),
     ],
@@ -413,7 +424,7 @@ def test_every_command_reports_the_profile(
     assert main([*command, str(file), *(f"--{setting}" for setting in settings)]) == 0
     captured = capsys.readouterr()
     said = captured.err if "compare" in command else captured.out
-    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to this run: linear × " in said
+    assert f"{NAMED}: scaled to this run: linear × " in said
     assert "warning: profile h100-nvlink-ib is for cuda, but this run is on cpu; speeds are not scaled" in said
 
 
@@ -446,8 +457,11 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): used unscaled for its model"),
-        (["--model", "1b"], "scaled to 1b: linear × 0.1"),
+        (
+            [],
+            f"{NAMED}: used unscaled for its model",
+        ),
+        (["--model", "llama-3.2-1b"], "scaled to llama-3.2-1b: linear × 0.1"),
         (["--pipeline-ranks", "4"], "scaled to its model in a pipeline: linear × 0.2"),
     ],
 )
@@ -470,10 +484,10 @@ def test_planning_without_a_run_reports_the_profile(
 def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("30000\n500\n")
-    assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "1b", "--json"]) == 0
+    assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "llama-3.2-1b", "--json"]) == 0
     told = capsys.readouterr()
-    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to 1b: linear × 0.1" in told.err
+    assert f"{NAMED}: scaled to llama-3.2-1b: linear × 0.1" in told.err
     step = next(row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto")
-    scaled = preset_profile("h100-nvlink-ib", "1b").profile
+    scaled = preset_profile("h100-nvlink-ib", "llama-3.2-1b").profile
     plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)
     assert step == pytest.approx(plan.makespan_s)

@@ -47,7 +47,7 @@ def test_the_known_model_unsplit_keeps_its_constants() -> None:
 
 def test_a_machine_is_known_by_the_model_that_its_profile_names(tmp_path: Path) -> None:
     """And by what it costs unsplit and without recomputation, if the profile was measured with them."""
-    shape = PRESETS["1b"].model_copy(update={"vocab_size": 1000})
+    shape = PRESETS["llama-3.2-1b"].model_copy(update={"vocab_size": 1000})
     split = replace(ALONE, tensor=2, recompute="full")
     described = {"model": shape.model_dump(), "dtype": "bfloat16", "device": "cuda", "recompute": "full"}
     given = {**profile_of(H100, shape.spec, split).to_dict(), "launch_s": 0.1, "step_s": 0.2}
@@ -240,7 +240,7 @@ def test_numbers_are_those_of_the_plans(found: SearchResult) -> None:
 
 
 def test_a_run_takes_the_settings_of_every_split(found: SearchResult) -> None:
-    config = Config().changed({"model.preset": "8b"})
+    config = Config().changed({"model.preset": "llama-3.1-8b"})
     for one in found.best:
         assert one.split.gpus == GPUS
         assert one.memory.total <= H100.memory_bytes
@@ -250,7 +250,7 @@ def test_a_run_takes_the_settings_of_every_split(found: SearchResult) -> None:
 def test_every_possible_split_keeps_the_rules() -> None:
     shape = EIGHT_B.model_copy(update={"num_hidden_layers": 6, "num_key_value_heads": 4})
     sizes = {name: getattr(shape, name) for name in ("num_hidden_layers", "num_key_value_heads")}
-    config = Config().changed({"model.preset": "8b", **{f"model.{name}": value for name, value in sizes.items()}})
+    config = Config().changed({"model.preset": "llama-3.1-8b", **{f"model.{name}": value for name, value in sizes.items()}})
     splits = list(possible_splits(shape.spec, 48, 8, budgets=(1024,)))
     assert {split.tensor for split in splits} == {1, 2, 4}, "kv heads divide, nodes hold"
     assert {split.pipeline.ranks for split in splits} == {1, 2, 3, 4, 6}
@@ -309,12 +309,12 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["mfu"] < 1 and row["memory"]["total"] <= H100.memory_bytes
         settings = [f"{name}={value}" for name, value in row["settings"].items()]
         assert load(None, ["data.store=store", *settings], world_size=8).context.profile == "h100-nvlink-ib"
-    assert main([*COMMAND, "--model", "1b", "--model.num_hidden_layers=4"]) == 0
+    assert main([*COMMAND, "--model", "llama-3.2-1b", "--model.num_hidden_layers=4"]) == 0
     said = capsys.readouterr().out
     assert "MFU" in said and "--parallel.tensor_parallel_size" in said
-    assert "--model.preset 1b\n    --model.num_hidden_layers 4\n" in said
+    assert "--model.preset llama-3.2-1b\n    --model.num_hidden_layers 4\n" in said
     assert "--context.two_level_exchange true\n" in said, "what it was predicted with"
-    layers = PRESETS["1b"].model_copy(update={"num_hidden_layers": 4, "vocab_size": LLAMA_3_VOCABULARY})
+    layers = PRESETS["llama-3.2-1b"].model_copy(update={"num_hidden_layers": 4, "vocab_size": LLAMA_3_VOCABULARY})
     assert f"{layers.spec.parameters / 1e9:.1f}B parameters" in said
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import pytest
 from longctx import start as starting
 from longctx.cli import main
 from longctx.config import Config, ConfigError
+from longctx.config.settings import WandbSetting
 from longctx.data.store import Store
 from longctx.training.data import choose_max_length
 from longctx.training.health import Spikes
@@ -388,9 +390,10 @@ def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: p
     calls: list[tuple[str | None, str]] = []
     logged: list[tuple[int, float]] = []
 
-    def init(project: str, name: str, id: str | None, resume: str, dir: str, config: dict[str, Any]) -> SimpleNamespace:
+    def init(project: str, name: str, id: str | None, config: dict[str, Any], **others: Any) -> SimpleNamespace:
         calls.append((id, name))
         assert (project, config) == ("mine", {"train": {"steps": 3}})
+        assert others == {"entity": "team", "tags": ["long"], "resume": "allow", "dir": str(tmp_path)}
         return SimpleNamespace(id=id or f"run{len(calls)}", log=write, finish=lambda: None)
 
     def write(values: dict[str, float], step: int) -> None:
@@ -400,12 +403,27 @@ def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: p
     step = {"step": 1, "loss": 2.5, "degrees": {"1": 3}, "tokens": 7, "step_time_s": 1.0, "predicted_s": 1.0}
     numbers = {name: 0 for name in StepMetrics.__dataclass_fields__ if not name.startswith(("validation", "reward", "source"))}
     for after_step in (0, 1, 0):
-        log = MetricsLog(tmp_path, after_step=after_step, tensorboard=False, wandb="mine", settings={"train": {"steps": 3}})
+        wandb = WandbSetting(project="mine", entity="team", tags=["long"])
+        log = MetricsLog(tmp_path, after_step=after_step, tensorboard=False, wandb=wandb, settings={"train": {"steps": 3}})
         log.write(StepMetrics(**{**numbers, **step, "step": after_step + 1, "mfu": None}))
         log.close()
     name = tmp_path.name
     assert calls == [(None, name), ("run1", name), (None, name)], "a run that begins again is another one"
     assert logged == [(1, 2.5), (2, 2.5), (1, 2.5)]
+
+
+def test_the_console_shows_some_steps_and_those_that_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (Path(__file__).parent / "recorded_metrics.jsonl").read_text("utf-8").splitlines()
+    steps = [StepMetrics(**{**json.loads(line), "validation_loss": None, "validation_accuracy": None}) for line in lines[:12]]
+    steps[7] = replace(steps[7], validation_loss=6.0)
+    steps[8] = replace(steps[8], skipped=True)
+    log = MetricsLog(tmp_path, after_step=0, tensorboard=False, every=5, last_step=12)
+    for step in steps:
+        log.write(step)
+    log.close()
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert shown == ["1", "5", "8", "9", "10", "12"]
+    assert len(steps_in(tmp_path)) == 12
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -146,14 +146,14 @@ def test_every_length_gets_settings_that_fit(script: ModuleType) -> None:
         planned = list(script.runs(gpu))
         best = {(run.model, run.tokens): run.fitting(gpu)[0] for run in planned if run.chosen == training_rows.FASTEST}
         assert len(best) == 7  # three lengths of two models, and the stack
-        stack = next(run for run in planned if run.model == "8b")
+        stack = next(run for run in planned if run.model == "llama-3.1-8b")
         tiled = training_rows.SELECTIVE + training_rows.TILES
         tiles, triton = (stack.bytes(option) for option in (tiled, tiled + training_rows.TRITON))
         assert tiles - triton == (4 + 4) * 2**20 * 4096 - 8 * 2**20 * 32  # dQ in float32, dK and dV per query head
     assert [run.label for run in planned][:3] == [
-        "longctx 1b 32768 fastest that fits",
-        "transformers 1b 32768 gradient checkpointing",
-        "longctx 1b 131072 fastest that fits",
+        "longctx llama-3.2-1b 32768 fastest that fits",
+        "transformers llama-3.2-1b 32768 gradient checkpointing",
+        "longctx llama-3.2-1b 131072 fastest that fits",
     ]
 
 

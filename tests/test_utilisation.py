@@ -59,7 +59,7 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
 
 
 def test_documents_do_not_see_each_other() -> None:
-    shape = PRESETS["8b"].model_copy(update={"vocab_size": 128256})
+    shape = PRESETS["llama-3.1-8b"].model_copy(update={"vocab_size": 128256})
     assert model_flops(shape.spec, [1000, 1000]) == 2 * model_flops(shape.spec, [1000]) < model_flops(shape.spec, [2000])
 
 
@@ -180,5 +180,5 @@ def test_steps_to_trace(store: Path, capsys: pytest.CaptureFixture[str]) -> None
     for text in ("12:10", "0:3", "a:b", "3:", ":3", ""):
         with pytest.raises(UserError, match="first and the last step"):
             parse_steps(text)
-    assert main(["train", f"--data.store={store}", "--profile-steps=5:3"]) == 2
+    assert main(["train", f"--data.store={store}", "--trace-steps=5:3"]) == 2
     assert "as in 10:12" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from tests.whole_size import FakeDevice, FakeHostWaits, fullest, plan_of, step_2
 RANKS, VOCABULARY = 64, 128_256
 LENGTHS = [131_072, 60_000, 30_000, 20_000, *[4096] * 20]
 MODEL = [
-    "model.preset=8b",
+    "model.preset=llama-3.1-8b",
     "model.num_hidden_layers=8",  # all are alike
     "batch.tokens_per_rank=4096",
     "data.max_length=131072",

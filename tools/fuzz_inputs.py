@@ -226,7 +226,7 @@ class Fuzzer:
         else:
             path.write_bytes(mutated_text(yaml.safe_dump(values), rng))
         (self.folder / "lengths.txt").write_text("100\n20000\n300\n8000\n", "utf-8")
-        model = rng.choice(([], ["--model", "8b"], ["--pipeline-ranks", "2"]))
+        model = rng.choice(([], ["--model", "llama-3.1-8b"], ["--pipeline-ranks", "2"]))
         tokens = ["--ranks", "8", "--tokens-per-rank", "8192"]
         return ["plan", "--lengths", str(self.folder / "lengths.txt"), *tokens, "--profile", str(path), *model]
 

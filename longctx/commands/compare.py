@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        choices=PRESETS,
-        help="scale the profile to this preset (default: the profile's own model)",
+        metavar="PRESET",
+        help=f"scale the profile to a preset: {', '.join(PRESETS)} (default: the profile's own model)",
     )
     parser.add_argument(
         "--long-documents",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.config import Config, describe, load
+from longctx.config import Config, load, overview
 from longctx.errors import UserError
 from longctx.units import format_bytes, format_count
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The documents of the first steps are used if the store exists. Otherwise set model.vocab_size; the estimate then is "
         "for a full rank\nwith its share of the longest document. For a run on GPUs, on a machine without one, add "
-        "--train.device cuda\n\n" + describe()
+        "--train.device cuda\n\n" + overview()
     )
 
 

@@ -219,7 +219,7 @@ def _report_loss(
         f"{overall.tokens:,} tokens of {overall.documents:,} documents"
     )
     if documents.long:
-        done = "split" if target.config.data.long_documents == "split" else "dropped"
+        done = {None: "split", "split": "split", "drop": "dropped"}.get(target.config.data.long_documents, "truncated")
         print(f"{documents.long:,} documents of more than {documents.max_length:,} tokens were {done}")
     place = "tokens of context" if documents.masking is None else "position of the masked token"
     for title, parts in (("document length (tokens)", report.by_length), (place, report.by_position)):

@@ -12,6 +12,7 @@ from longctx.commands import prepare
 from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.reading import Values
+from longctx.config.settings import COMPARED_LORA_RATE, LORA_RATE
 from longctx.errors import UserError, shell
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
@@ -22,14 +23,10 @@ if TYPE_CHECKING:
 SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
 OVERRIDES = True
 
-FULL_RATE, LORA_RATE = 1e-5, 2e-4
-"""Default peak learning rates, for all parameters and for adapters."""
-DPO_RATE, DPO_LORA_RATE, DPO_BETA = 1e-6, 5e-5, 0.1
-"""Default peak learning rates and beta of DPO."""
+FULL_RATE, DPO_RATE, DPO_BETA = 1e-5, 1e-6, 0.1
+"""Default peak learning rates of all parameters, without and with DPO, and beta of DPO."""
 FEWEST_STEPS = 20
 """Steps are made smaller than 64 Ki tokens to reach about this number."""
-COUNTED = 1 << 17
-"""Documents from which on steps are estimated, as counting them takes long."""
 WARMUP = 0.03
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of training that was stopped by a signal."""
@@ -60,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
         f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA.\n"
         f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
-        f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with LoRA."
+        f"{DPO_RATE:g}, or {COMPARED_LORA_RATE:g} with LoRA."
     )
 
 
@@ -71,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     ranks, out = _checked(arguments), _out(arguments)
     chosen = _given(arguments, out)
-    _prepare(arguments, out)
+    _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
     defaults = _defaults(arguments, chosen, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
@@ -128,6 +125,8 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
         first["batch"] = {"global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]}
     chosen = load(arguments.config, arguments.overrides, defaults=first)
+    if chosen.train.epochs is not None:
+        raise UserError(f"train.epochs is {chosen.train.epochs:g}, but finetune has an option for it: give --epochs instead")
     if {"store", "stores"} & chosen.data.model_fields_set:
         raise UserError(
             "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
@@ -137,11 +136,15 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     return chosen
 
 
-def _prepare(arguments: argparse.Namespace, out: Path) -> None:
-    """Prepares the data, by the tokenizer of the model unless another one is given."""
+def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
+    """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
     from longctx.data.manifest import StoreError
+    from longctx.data.new_tokens import save_with_tokens
 
     tokenizer = arguments.tokenizer or arguments.model
+    if chosen.model.new_tokens is not None and arguments.tokenizer is None:
+        tokenizer = str(out / "tokenizer")
+        save_with_tokens(arguments.model, chosen.model.new_tokens, Path(tokenizer))
     data = {"source": arguments.data, "out": out / "store", "tokenizer": tokenizer, "vocab_size": None, "json": False}
     try:
         prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
@@ -195,7 +198,6 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     steps = chosen.train.steps
     if "steps" not in chosen.train.model_fields_set:
         steps = _steps(arguments.epochs, chosen, store, step, min(longest, capacity))
-    adapters = arguments.lora is not None or chosen.lora.rank is not None
     values: dict[str, dict[str, Any]] = {
         "model": {"from_pretrained": arguments.model},
         "data": {"store": str(store.path)},
@@ -207,7 +209,6 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
             "run_dir": str(out),
         },
         "optimizer": {
-            "learning_rate": LORA_RATE if adapters else FULL_RATE,
             "warmup_steps": math.ceil(WARMUP * steps),
             "weight_decay": 0.0,
             "clip_grad_norm": 1.0,
@@ -216,28 +217,22 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     }
     if store.pairs:
         values["dpo"] = {"beta": DPO_BETA}
-        values["optimizer"]["learning_rate"] = DPO_LORA_RATE if adapters else DPO_RATE
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
+    elif chosen.lora.rank is None:  # adapters have their own default
+        values["optimizer"]["learning_rate"] = DPO_RATE if store.pairs else FULL_RATE
     return values
 
 
 def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, longest: int) -> int:
-    """Returns the fewest steps that read the documents `epochs` times; of many documents, by the steps of the first ones.
-
-    A step has more than its tokens: it takes whole documents. Documents above `longest` tokens are split or dropped.
-    """
+    """Returns the steps of `epochs`; documents above `longest` tokens are split or dropped."""
     from longctx.data.sampler import Sampler
-    from longctx.training.data import steps_of_run
+    from longctx.training.data import steps_of_epochs, steps_of_run
 
     changes = {"batch.global_tokens": global_tokens, "data.max_length": chosen.data.max_length or longest}
     steps = steps_of_run(chosen.changed(changes), store, ranks=1)  # their number does not matter where a length is set
     assert isinstance(steps, Sampler), "there is one store"
-    pieces = math.ceil(epochs * steps.pieces)
-    count, cursor = 0, steps.start
-    while cursor < min(pieces, COUNTED):
-        cursor, count = steps.step(cursor)[1], count + 1
-    return math.ceil(pieces / cursor * count) if cursor < pieces else count
+    return steps_of_epochs(epochs, steps)
 
 
 def _next(config: Config, export: Path) -> str:

@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-rank", type=int, required=True, metavar="T", help="maximum tokens per rank in one micro-batch"
     )
-    parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
+    parser.add_argument(
+        "--model",
+        metavar="PRESET",
+        help=f"scale the profile to a preset: {', '.join(PRESETS)} (default: the profile's own model)",
+    )
     parser.add_argument("--mode", choices=MODES, default="auto", help="how degrees are chosen; see context.mode")
     parser.add_argument("--degree", type=int, help="degree in mode static (default: the best one)")
     parser.add_argument(

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longctx.commands.output import progress_bar
+from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.data.manifest import Manifest
@@ -22,10 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         default="python-stdlib",
-        help="data to read: a file of records (.jsonl, .ndjson, .json, .parquet, .csv, .tsv) or text, a folder of those, a "
-        "dataset saved by `datasets`, or python-stdlib, the source code of this Python's standard library. Records may be "
-        "messages, ShareGPT conversations, prompt and completion, instruction and output, chosen and rejected, or text; the "
-        "format is detected by the keys",
+        help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow, "
+        "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or "
+        "python-stdlib, the source of this Python's standard library. Records may be messages, ShareGPT conversations, prompt "
+        "and completion, instruction and output, chosen and rejected, text, or token ids (with a --tokenizer); the format is "
+        "detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
@@ -54,10 +56,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "the tokenizer of a checkpoint",
     )
     parser.add_argument(
-        "--template-variables",
-        metavar="JSON",
-        help="variables of the chat template, which exports then have by default: '{\"enable_thinking\": false}'",
+        "--template-set",
+        action="append",
+        metavar="NAME=VALUE",
+        help="sets a variable of the chat template, which exports then have by default, such as enable_thinking=false; a value "
+        "that is not JSON is a text; may be repeated",
     )
+    parser.add_argument("--template-variables", type=_renamed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--train-on",
         choices=("assistant", "last", "all"),
@@ -65,10 +70,21 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens with loss in conversations: the assistant's turns, its last turn, or all tokens",
     )
     parser.add_argument(
+        "--train-on-empty-thoughts",
+        action="store_true",
+        help="train on an empty <think> block that the chat template writes before an answer (default: no loss there)",
+    )
+    parser.add_argument(
         "--max-length",
         type=int,
         metavar="N",
-        help="drop conversations of more than N tokens, and report their number (default: keep all)",
+        help="maximum tokens of a conversation (default: keep all)",
+    )
+    parser.add_argument(
+        "--long-documents",
+        choices=("error", "drop", "truncate_left", "truncate_right"),
+        default="error",
+        help="what happens to conversations of more than --max-length tokens; truncate_left keeps the end (default: error)",
     )
     parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
@@ -76,7 +92,21 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
         metavar="NAME",
-        help="split to read, where files (by their names) or a saved dataset have several (default: train)",
+        help="split to read, where files (by their names) or a dataset have several (default: train)",
+    )
+    parser.add_argument("--subset", metavar="NAME", help="subset (configuration) of a data set on the hub")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a data set on the hub (default: main)")
+    parser.add_argument(
+        "--max-documents",
+        type=int,
+        metavar="N",
+        help="stop reading after N documents; a data set on the hub is then streamed, not downloaded (default: read all)",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="stop reading after N bytes of text, or token ids of 4 bytes (default: all)",
     )
     parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
@@ -88,11 +118,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.commands.prepare_picture import examples, histogram
     from longctx.data.corpus import open_corpus
-    from longctx.data.messages import json_in
     from longctx.data.prepare import prepare
     from longctx.data.store import Store
     from longctx.data.tokenizer import ANOTHER_TOKENIZER
-    from longctx.errors import UserError
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
@@ -100,9 +128,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-length is {arguments.max_length}: must be at least 2, as a conversation has at least 2 tokens")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
-    variables = json_in("--template-variables", arguments.template_variables) if arguments.template_variables else None
+    variables = dict(map(_variable, arguments.template_set or ()))
     began = time.perf_counter()
-    corpus = open_corpus(arguments.source, text_column=arguments.text_column, split=arguments.split, as_text=arguments.as_text)
+    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes")
+    corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
     out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
         prepared = prepare(
@@ -115,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
             template_variables=variables,
             train_on=arguments.train_on,
             max_length=arguments.max_length,
+            long_documents=arguments.long_documents,
+            empty_thoughts=arguments.train_on_empty_thoughts,
             workers=arguments.workers,
             overwrite=arguments.overwrite,
             progress=progress,
@@ -139,6 +170,21 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in warnings:
         print(f"longctx prepare: warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _renamed(value: str) -> str:
+    raise argparse.ArgumentTypeError("give --template-set NAME=VALUE for each variable instead")
+
+
+def _variable(setting: str) -> tuple[str, Any]:
+    """Returns the name and value of NAME=VALUE."""
+    name, equals, value = setting.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--template-set is {setting!r}: it must be NAME=VALUE, such as enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def default_name(source: str) -> str:
@@ -166,9 +212,12 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     together = 2 if manifest.pairs else 1
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count // together:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+    if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
         yield f"  loss on    {trained[manifest.train_on]} {'after the prompt' if manifest.pairs else 'of conversations'}"
+    if manifest.empty_thoughts:
+        yield f"  no loss    on the empty <think> block that the template writes before {manifest.empty_thoughts:,} answers"
     if manifest.straddling_tokens:
         yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
@@ -176,12 +225,16 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.dropped_documents:
         what = "pairs with a conversation" if manifest.pairs else "conversations"
         yield f"  dropped    {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
+    if manifest.truncated_documents:
+        yield f"  truncated  {manifest.truncated_documents:,} conversations to {manifest.max_length:,} tokens"
     if manifest.useless_pairs:
         yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
     if manifest.untrained_documents:
-        yield f"  dropped    {manifest.untrained_documents:,} conversations whose turns all switch off the loss"
+        yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} empty documents"
+    if manifest.limits:
+        yield "  stopped    at " + ", ".join(f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items())
     if manifest.not_read:
         yield "  not read   " + ", ".join(f"{count:,} × {reason}" for reason, count in sorted(manifest.not_read.items()))
     if manifest.skipped_files:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands.output import check_writable, said_once
-from longctx.config import describe, load
+from longctx.config import load, overview
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "No store is needed: tokens are drawn at random from a vocabulary of model.vocab_size "
         f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, dtype, recomputation and tokens "
         "per rank.\nOn several processes, to measure the exchange and its overlap as well: "
-        "longctx profile run.yaml --processes 8 --out my.yaml\n\n" + describe()
+        "longctx profile run.yaml --processes 8 --out my.yaml\n\n" + overview()
     )
 
 

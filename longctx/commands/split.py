@@ -26,7 +26,12 @@ DEFAULT_TOKENS_PER_RANK = 16384
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
     add_source_options(parser)
-    parser.add_argument("--model", choices=PRESETS, default="8b", help="model; --model.num_hidden_layers 80 changes its sizes")
+    parser.add_argument(
+        "--model",
+        metavar="PRESET",
+        default="llama-3.1-8b",
+        help=f"model: {', '.join(PRESETS)}; --model.num_hidden_layers 80 changes its sizes",
+    )
     parser.add_argument(
         "--tokens-per-rank", type=int, metavar="T", help="maximum tokens per rank (default: powers of two are searched)"
     )

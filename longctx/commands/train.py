@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from longctx.commands.output import said_once
-from longctx.config import describe, load
+from longctx.config import load, overview
 from longctx.errors import UserError
 
 SUMMARY = "Train a model on packed documents, with a context-parallel degree that changes by the document"
@@ -33,14 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check settings and store, plan the first steps, print the plans and the memory estimate, and exit",
     )
     parser.add_argument(
-        "--profile-steps",
+        "--trace-steps",
         metavar="A:B",
         help="trace steps A to B into train.run_dir/traces: one file per rank, for https://ui.perfetto.dev",
     )
+    parser.add_argument("--profile-steps", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, metavar="N", help="--dry-run: number of ranks to plan for")
     parser.epilog = (
         "On 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"
-        "On every one of several machines: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + describe()
+        "On every one of several machines: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + overview()
     )
 
 
@@ -67,12 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.ranks is not None:
             raise UserError("--ranks requires --dry-run: to train on N processes of this machine, give --processes N")
-        traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
+        if arguments.profile_steps is not None:
+            raise UserError(f"--profile-steps was renamed: give --trace-steps {arguments.profile_steps}")
+        traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
         return train(
             config,
             resume=arguments.resume,
             resume_if_any=arguments.resume_if_any,
             continued=arguments.continued,
-            profile_steps=traced,
+            trace_steps=traced,
         )

@@ -4,10 +4,10 @@
 constraints across settings, `describe` writes the help.
 """
 
-from longctx.config.describe import describe
+from longctx.config.describe import describe, overview
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.reading import load
 from longctx.config.rules import check
 from longctx.config.run import Config
 
-__all__ = ["Config", "ConfigError", "Problem", "check", "describe", "load"]
+__all__ = ["Config", "ConfigError", "Problem", "check", "describe", "load", "overview"]

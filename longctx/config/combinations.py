@@ -161,6 +161,9 @@ BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
 
 def _rows() -> Iterator[Row]:
     yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
+    yield Row("model.new_tokens is not null", NEW_MODEL, "a new model has all entries of the data's tokenizer")
+    yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")
+    yield Row("model.new_tokens is not null", MASKED, "entries are added to causal models only")
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _objectives()
@@ -226,6 +229,10 @@ def _data() -> Iterator[Row]:
     yield Row("eval.every is not null", no_documents, "there are no documents to validate on")
     other_store = Where("eval.store is not null", ("eval.store=null",))
     yield Row("data.held_out > 0", other_store, "validation uses eval.store, and held-out documents would never be used")
+    mix = Where("data.stores is not null", ("data.stores=null",))
+    yield Row("train.epochs is not null", mix, "stores of a mix have epochs of their own, so that steps must be set")
+    epochs = Where("train.epochs is not null", ("train.epochs=null",))
+    yield Row("train.steps is not 100", epochs, "epochs give the number of steps")
     no_checkpoints = Where("checkpoint.every is null", ("checkpoint.every=100",))
     yield Row("checkpoint.export is not null", no_checkpoints, "the last checkpoint is exported")
     yield from _merging()

@@ -1,6 +1,7 @@
-"""The help text of all settings, which `longctx train --help` prints below its options."""
+"""The text of settings, which `longctx config` prints, and the list of their sections, for the help of commands."""
 
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,12 +14,24 @@ from longctx.config.run import SECTIONS
 _WIDTH, _INDENT = 110, 8
 
 
-def describe() -> str:
-    """Returns the help text of every setting, by section: dotted name, type, description and default."""
-    lines = ["settings, in the YAML file or as --section.key VALUE (values are YAML):"]
+_HEAD = "settings, in the YAML file or as --section.key VALUE (values are YAML)"
+
+
+def overview() -> str:
+    """Returns a line for each section, and how to see its settings."""
+    lines = [f"{_HEAD}; `longctx config SECTION` shows those of a section:"]
     for section, section_type in SECTIONS.items():
-        lines += ["", f"{section}: {section_type.__doc__}"]
-        for key, setting in section_type.model_fields.items():
+        first, *others = _wrapped(str(section_type.__doc__), 13)
+        lines += [f"  {section:10} {first.strip()}", *others]
+    return "\n".join(lines)
+
+
+def describe(sections: Iterable[str] = SECTIONS) -> str:
+    """Returns the help text of every setting, by section: dotted name, type, description and default."""
+    lines = [f"{_HEAD}:"]
+    for section in sections:
+        lines += ["", f"{section}: {SECTIONS[section].__doc__}"]
+        for key, setting in SECTIONS[section].model_fields.items():
             lines.append(f"  --{section}.{key} {_type_name(setting.annotation)}")
             lines += _wrapped(_with_default(setting.description or "", setting.default))
     return "\n".join(lines)
@@ -32,8 +45,8 @@ def _with_default(description: str, default: Any) -> str:
     return f"{description} (default: {yaml_text(default)})"
 
 
-def _wrapped(text: str) -> list[str]:
-    indent = " " * _INDENT
+def _wrapped(text: str, spaces: int = _INDENT) -> list[str]:
+    indent = " " * spaces
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 

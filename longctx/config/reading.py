@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
+from longctx.config.settings import COMPARED_LORA_RATE, LORA_RATE
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
@@ -56,6 +57,7 @@ def load(
         if isinstance(own_values, dict):
             values[section] = {**settings, **own_values}
     problems = [problem for override in overrides if (problem := _apply(override, values)) is not None]
+    _adapt_learning_rate(values)
     config, invalid = _validate(values)
     problems += invalid
     wrong = {problem.key for problem in problems}
@@ -106,6 +108,19 @@ def _apply(override: str, values: Values) -> Problem | None:
     return None
 
 
+def _adapt_learning_rate(values: Values) -> None:
+    """Sets the default learning rate of adapters where there are some and no rate is set."""
+
+    def is_set(section: str, key: str) -> bool:
+        content = values.get(section)
+        return isinstance(content, dict) and content.get(key) is not None
+
+    optimizer = values.setdefault("optimizer", {}) if is_set("lora", "rank") else None
+    if isinstance(optimizer, dict):
+        compared = is_set("dpo", "beta") or is_set("policy", "loss")
+        optimizer.setdefault("learning_rate", COMPARED_LORA_RATE if compared else LORA_RATE)
+
+
 def _validate(values: Values) -> tuple[Config, list[Problem]]:
     """Returns the settings, invalid ones replaced by their defaults, and a problem for each invalid one."""
     try:
@@ -131,7 +146,7 @@ def _explain(details: ErrorDetails) -> Problem:
     if details["type"] == "extra_forbidden":
         if len(keys) > 1:
             rule = f"unknown key {keys[-1]} (at {'.'.join(keys[1:-1])})"
-            return Problem(name, value, rule, f"see `longctx train --help`: {SETTINGS[name].description}")
+            return Problem(name, value, rule, f"see `longctx config {section}`: {SETTINGS[name].description}")
         if name in RENAMED:
             return Problem(name, value, f"renamed to {RENAMED[name]}", f"write {RENAMED[name]}={yaml_text(value)}")
         if name in REMOVED:

@@ -59,7 +59,8 @@ class Config(BaseModel):
         source, rope, masked = self.model.from_pretrained, self.model.changed_rope, self.masked.share is not None
         if self.lora.adapters is not None:
             return adapted(source, rope, self.lora.adapters, self.dtype, masked)
-        return pretrained(source, rope, self.model.implementation, split, masked)
+        entries = (vocab_size or 0) if self.model.new_tokens is not None else 0
+        return pretrained(source, rope, self.model.implementation, split, masked, entries)
 
     @property
     def dtype(self) -> str:
@@ -110,6 +111,11 @@ class Config(BaseModel):
     def domain(self, world_size: int) -> int:
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the order of documents."""
+        return self.train.seed if self.data.seed is None else self.data.seed
 
     def max_length(self, world_size: int) -> int:
         """Returns the maximum document length in tokens on `world_size` processes: `data.max_length`, or else `capacity`."""

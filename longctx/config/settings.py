@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import Lora
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.presets import PRESETS, RENAMED, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
 from longctx.planning.pipeline import Schedule
@@ -20,6 +20,10 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False)]
+
+
+LORA_RATE, COMPARED_LORA_RATE = 2e-4, 5e-5
+"""Default peak learning rates of adapters; the second for DPO and policy losses."""
 
 
 class Section(BaseModel):
@@ -40,6 +44,9 @@ class _Start(Section):
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
     from_pretrained: str | None = None
     """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"""
+    new_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    """tokens, such as ["<note>"], that the data's tokenizer adds to the checkpoint's; entries that the embedding and an untied
+    head lack are added, trained and exported with the tokenizer (null: the tokenizers are the same)"""
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or pipeline parallelism,
     otherwise transformers"""
@@ -65,9 +72,11 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError if they are inconsistent."""
         if self.preset not in PRESETS:
-            fix = f"choose one of {', '.join(PRESETS)}"
-            raise ConfigError.of([Problem("model.preset", self.preset, "unknown preset", fix)], "the model section")
-        replaced = self.model_dump(exclude={"preset", "from_pretrained", "implementation"}, exclude_none=True)
+            rule, fix = "unknown preset", f"choose one of {', '.join(PRESETS)}"
+            if self.preset in RENAMED:
+                rule, fix = "this preset was renamed", f"write {RENAMED[self.preset]}"
+            raise ConfigError.of([Problem("model.preset", self.preset, rule, fix)], "the model section")
+        replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
         except ValidationError as error:
@@ -95,7 +104,8 @@ class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
     rank: Count | None = None
-    """rank of the adapters (null: no LoRA, all weights are trained)"""
+    """rank of the adapters (null: no LoRA, all weights are trained); optimizer.learning_rate is then 2e-4 by default, 5e-5 with
+    DPO or a policy loss"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     rank_stabilized: bool = False
@@ -185,8 +195,11 @@ class DataSection(Section):
     rollouts: AnyPath | None = None
     """file or folder of rollouts, as JSON Lines, Parquet or a saved dataset, instead of a store, for a policy loss: prompts,
     completions and rewards"""
-    long_documents: Literal["split", "drop", "error"] = "split"
-    """treatment of documents longer than max_length; DPO pairs and rollouts cannot be split: use drop or error"""
+    long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = None
+    """treatment of documents longer than max_length; truncate_left keeps the end. DPO pairs and rollouts cannot be cut: use
+    drop or error (null: error for conversations and other documents with tokens without loss, split for the others)"""
+    seed: int | None = Field(None, ge=0, le=(1 << 32) - 1)
+    """seed of the order of documents (null: train.seed)"""
     max_length: Count | None = None
     """maximum document length in tokens (null: the most that the domain can hold)"""
     merge_prefixes: bool | None = None
@@ -241,8 +254,8 @@ class ContextSection(Section):
     """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
     profile: str | None = None
     """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are scaled to the
-    model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, h100-nvlink-ib on other
-    GPUs)"""
+    model and parallel sizes of the run (null: the shipped one for the device by its name, cpu-2core on a CPU; for a GPU without
+    one h100-nvlink-ib, with a warning)"""
     max_remote_tokens: Count | None = None
     """split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need less memory and
     more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, three with
@@ -314,8 +327,10 @@ class TrainSection(Section):
 
     steps: Count = 100
     """number of optimizer steps"""
+    epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """passes over the documents, instead of steps (null: steps)"""
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
-    """seed of the initial weights and the order of documents"""
+    """seed of the initial weights, of masks, and of the order of documents unless data.seed is set"""
     dtype: Literal["float32", "bfloat16"] | None = None
     """dtype of forward and backward; trained weights and optimizer state stay float32 (null: bfloat16 on GPUs and with float8,
     float32 on a CPU)"""
@@ -401,6 +416,9 @@ class OptimizerSection(Section):
     """added to the square root of AdamW's second moment"""
     momentum: Beta = 0.95
     """decay rate of Muon's momentum"""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """keep an exponential moving average of the trained weights, with this decay per step; it is what is validated and exported
+    (null: no average)"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 
@@ -429,10 +447,29 @@ class CheckpointSection(Section):
     """folder to export the final model to, for transformers (null: no export)"""
 
 
+class WandbSetting(Section):
+    """a run of Weights & Biases"""
+
+    project: str
+    name: str | None = None
+    entity: str | None = None
+    tags: list[str] = []
+
+
 class LogSection(Section):
     """logging; the console line and metrics.jsonl are always written"""
 
     tensorboard: bool = True
     """write TensorBoard events"""
-    wandb: str | None = None
-    """project of Weights & Biases to log to; requires the package wandb (null: none)"""
+    wandb: WandbSetting | None = None
+    """log to Weights & Biases: {project: mine, name: first, entity: team, tags: [long]}; only the project must be given, the
+    name is otherwise that of the run folder; requires the package wandb (null: none)"""
+    every: Count = 1
+    """steps between lines on the console, which also shows the first and the last step, those with a validation, a spike or no
+    update; metrics.jsonl has all steps"""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _project(cls, value: Any) -> Any:
+        """Takes the name of a project for the whole."""
+        return {"project": value} if isinstance(value, str) else value

@@ -68,6 +68,8 @@ class Target:
     def source(self) -> ModelSource:
         """The model, with the vocabulary size of its training."""
         vocab_size = None if self.checkpoint is None else self.checkpoint.state["model"].get("vocab_size")
+        if self.config.model.new_tokens is not None:
+            vocab_size = self.tokenizer().vocab_size
         return self.config.model_source(vocab_size)
 
     def tokenizer(self) -> Tokenizer:

@@ -16,9 +16,9 @@ from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
-from longctx.training import muon
 from longctx.training.objectives.loss import tokens_at_once
 from longctx.training.optimizer import state_bytes
+from longctx.training.optimizers import muon
 
 
 @dataclass(frozen=True)

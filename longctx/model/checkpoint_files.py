@@ -57,6 +57,8 @@ class CheckpointFiles:
         rope: RoPE settings that replace those of config.json, see `context_extension`.
         masked: whether the model is an encoder that predicts masked tokens, not a causal language model.
         untied: whether tied weights of config.json are not tied, as the files have different values for them.
+        added: number of entries of the vocabulary that the files lack; their rows are the mean of the others.
+        vocabulary: names of the tensors with a row for every entry, if entries are added.
     """
 
     folder: Path
@@ -64,6 +66,8 @@ class CheckpointFiles:
     rope: tuple[tuple[str, Any], ...] = ()
     masked: bool = False
     untied: bool = False
+    added: int = 0
+    vocabulary: frozenset[str] = frozenset()
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
@@ -76,7 +80,7 @@ class CheckpointFiles:
 
     @cached_property
     def config(self) -> Any:
-        """Config as transformers loads it, changed by `rope` and `untied`. Raises PretrainedError if it cannot be loaded."""
+        """Config as transformers loads it, changed by `rope`, `untied` and `added`. Raises PretrainedError if it is damaged."""
         try:
             from transformers import AutoConfig
         except ImportError as error:
@@ -93,6 +97,7 @@ class CheckpointFiles:
             with_rope(config, dict(self.rope))
         if self.untied:
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        config.get_text_config().vocab_size += self.added
         return config
 
     @cached_property
@@ -134,7 +139,7 @@ class CheckpointFiles:
     def describe(self, folder: Path) -> None:
         """Copies all files but the weights to `folder`, which `open` accepts as a checkpoint whose weights cannot be read."""
         tokenizer_files.copy(small_files(self.folder), self.folder, folder)
-        if self.rope or self.untied:
+        if self.rope or self.untied or self.added:
             self.config.save_pretrained(folder)
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
@@ -143,11 +148,16 @@ class CheckpointFiles:
         """Reads a tensor, or rows of it, to the CPU, as a copy: safetensors may return a view of the file."""
         with self._opened(name) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows]
+            if name in self.vocabulary:
+                mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
+                return torch.cat([tensor, mean.expand(self.added, *tensor.shape[1:])])
             return tensor.clone()
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor, with the rows of added entries."""
         with self._opened(name) as tensors:
-            return tuple(tensors.get_slice(name).get_shape())
+            shape = tuple(tensors.get_slice(name).get_shape())
+        return (shape[0] + self.added, *shape[1:]) if name in self.vocabulary else shape
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:

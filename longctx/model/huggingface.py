@@ -324,6 +324,19 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = (), masked:
     return replace(files, untied=bool(different))
 
 
+def with_entries(files: CheckpointFiles, entries: int) -> CheckpointFiles:
+    """Returns the checkpoint with entries added to its vocabulary until there are `entries`; as it is if it has as many."""
+    added = entries - int(files.config.get_text_config().vocab_size)
+    if added <= 0:
+        return files
+    with torch.device("meta"):
+        twin = _build(files)
+    ends = [module for module in (twin.get_input_embeddings(), twin.get_output_embeddings()) if module is not None]
+    names = [name for name, module in twin.named_modules() if any(module is end for end in ends)]
+    sources = Conversion(twin, files).sources
+    return replace(files, added=added, vocabulary=frozenset(stored for name in names for stored in sources.get(name, [])))
+
+
 def _build(files: CheckpointFiles) -> Any:
     """Builds a checkpoint's model in float32, on torch's default device. Raises PretrainedError if it cannot be trained."""
     config = deepcopy(files.config)

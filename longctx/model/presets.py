@@ -296,13 +296,28 @@ def _gpt(hidden: int, layers: int, heads: int, positions: int) -> ModelShape:
     return _shape(hidden, 4 * hidden, layers, heads, heads, head_dim, tied=True, **options)
 
 
+def _llama(hidden: int, mlp: int, layers: int, heads: int, head_dim: int = 128, tied: bool = False) -> ModelShape:
+    return _shape(hidden, mlp, layers, heads, 8, head_dim, tied=tied)
+
+
+def _qwen3(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int = 8, tied: bool = False, expert: int = 0
+) -> ModelShape:
+    options: dict[str, Any] = {"qk_norm": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    if expert:
+        options |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert}
+    return _shape(hidden, mlp, layers, heads, kv_heads, 128, tied=tied, **options)
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelShape:
+    options: dict[str, Any] = {"qkv_bias": True, "sliding_window": 128, "full_attention_every": 2, "rope_theta": 150_000.0}
+    return _shape(2880, 2880, layers, 64, 8, 64, tied=False, num_experts=experts, num_experts_per_tok=4, **options)
+
+
 PRESETS: dict[str, ModelShape] = {
     "tiny": _shape(128, 384, 2, 4, 2, 32, tied=True),
     "small": _shape(512, 1536, 8, 8, 4, 64, tied=True),
     "160m": _shape(768, 2048, 12, 12, 4, 64, tied=True),
-    "1b": _shape(2048, 8192, 16, 32, 8, 64, tied=True),
-    "3b": _shape(3072, 8192, 28, 24, 8, 128, tied=True),
-    "8b": _shape(4096, 14336, 32, 32, 8, 128, tied=False),
     "tiny-moe": _shape(
         128,
         384,
@@ -318,27 +333,37 @@ PRESETS: dict[str, ModelShape] = {
         router_scores="sigmoid",
         router_bias=True,
     ),
-    "mixtral-8x7b": _shape(4096, 14336, 32, 32, 8, 128, tied=False, num_experts=8, rope_theta=1e6),
-    "qwen3-30b-a3b": _shape(
-        2048,
-        6144,
-        48,
-        32,
-        4,
-        128,
-        tied=False,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        qk_norm=True,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-    ),
     "tiny-gpt": _gpt(128, 2, 4, 1024),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, tied=True),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, tied=True),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32),
+    "llama-3.1-70b": _llama(8192, 28672, 80, 64),
+    "llama-3.1-405b": _llama(16384, 53248, 126, 128),
+    "llama-style-462b": _llama(16384, 53248, 144, 128),
+    "llama-style-1t": _llama(24576, 79872, 140, 192),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, 4, expert=768),
+    "qwen3-235b-a22b": _qwen3(4096, 12288, 94, 64, 4, expert=1536),
+    "mixtral-8x7b": _shape(4096, 14336, 32, 32, 8, 128, tied=False, num_experts=8, rope_theta=1e6),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt-8.3b": _gpt(3072, 72, 24, 1024),
     "gpt-18.4b": _gpt(6144, 40, 48, 2048),
     "gpt-530b": _gpt(20480, 105, 128, 2048),
     "gpt-1t": _gpt(25600, 128, 160, 2048),
 }
-"""Shapes by name, without the vocabulary. From 1b to 8b the sizes are those of Llama 3.1 and 3.2. Megatron's GPT, with a
-vocabulary of 51,200: 8.3B from table 2 of arXiv 1909.08053; 18.4B, 530B and 1T from table 1 of arXiv 2104.04473."""
+"""Shapes by name, without the vocabulary, and without the RoPE scaling by which trained models were extended.
+
+Sources: config.json of meta-llama/Llama-3.2-1B, -3B, Llama-3.1-8B, -70B, -405B, Qwen/Qwen3-0.6B to -235B-A22B,
+mistralai/Mixtral-8x7B-v0.1, and openai/gpt-oss-20b and -120b, which also have attention sinks, biases of experts and of the
+output projection, and bounds of their activations, that the decoder lacks. llama-style-462b is 405b with more layers, and
+llama-style-1t is wider: models of docs/scaling.md. Megatron's GPT, with a vocabulary of 51,200: 8.3B from table 2 of arXiv
+1909.08053; 18.4B, 530B and 1T from table 1 of arXiv 2104.04473.
+"""
+RENAMED = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
+"""Names of earlier versions → current names."""

@@ -45,6 +45,10 @@ class ModelSource(Protocol):
 def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
     """Returns the log lines on a run's model, requested as `name`, and its longest document; none for new weights."""
     lines = [f"{name}: {source.said}"] if source.said else []
+    if source.files is not None and source.files.added:
+        lines.append(
+            f"{name}: {source.files.added:,} entries are added to the embedding and an untied head, each the mean of the others"
+        )
     if unused := source.unused:
         tensors = f"{len(unused):,} tensors" if len(unused) > 1 else "1 tensor"
         named = ", ".join(unused[:3]) + ", .." * (len(unused) > 3)
@@ -89,17 +93,20 @@ UNSPLIT = "set parallel.tensor_parallel_size, parallel.pipeline_parallel_size an
 
 
 @cache
-def pretrained(source: str, rope: Rope, implementation: str, split: bool, masked: bool = False) -> ModelSource:
+def pretrained(
+    source: str, rope: Rope, implementation: str, split: bool, masked: bool = False, entries: int = 0
+) -> ModelSource:
     """Returns the checkpoint in a folder or on the hub, run by transformers' own code or the native decoder.
 
-    `split`: whether matrices or layers are split over ranks; `masked`: whether it is an encoder that predicts masked tokens.
+    `split`: whether matrices or layers are split over ranks; `masked`: whether it is an encoder that predicts masked tokens;
+    `entries`: number of entries up to which its vocabulary is extended.
     Raises PretrainedError if the checkpoint cannot be used.
     """
     from longctx.model.checkpoint_files import PretrainedError
-    from longctx.model.huggingface import TransformersSource, open_checkpoint
+    from longctx.model.huggingface import TransformersSource, open_checkpoint, with_entries
     from longctx.model.pretrained_decoder import NativeSource
 
-    files = open_checkpoint(source, rope, masked)
+    files = with_entries(open_checkpoint(source, rope, masked), entries)
     why = "as model.implementation says"
     if implementation == "auto":
         why = "as matrices, layers or experts are split" if split else "as matrices, layers and experts are not split"

@@ -118,6 +118,8 @@ def begin_folder(
         config.train.run_dir,
         after_step=0 if saved is None else saved.step,
         tensorboard=config.log.tensorboard,
+        every=config.log.every,
+        last_step=config.train.steps,
         wandb=config.log.wandb,
         settings=config.model_dump(mode="json"),
     )

@@ -8,6 +8,7 @@ from longctx.config import Config
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
 from longctx.data.manifest import TOKENIZER
+from longctx.data.new_tokens import added_tokens, without_added
 from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
@@ -93,7 +94,19 @@ def check_groups(config: Config, source: ModelSource) -> None:
 def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:
     entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
     theirs = _own_tokenizer(source.files.folder) if source.files is not None else None
-    if theirs is not None and not same_tokens(theirs, store.tokenizer.text):
+    ours, new = store.tokenizer.text, config.model.new_tokens or []
+    if lacking := [token for token in new if token not in added_tokens(ours)]:
+        raise UserError(
+            f"model.new_tokens has {', '.join(lacking)}, which the tokenizer of {config.data.said} lacks: prepare it with a "
+            "tokenizer to which they were added (transformers: add_tokens, save_pretrained), or use longctx finetune"
+        )
+    if theirs is not None and not same_tokens(without_added(theirs, new), without_added(ours, new)):
+        others = [token for token in added_tokens(ours) if token not in {*added_tokens(theirs), *new}]
+        if others and same_tokens(without_added(theirs, [*new, *others]), without_added(ours, [*new, *others])):
+            raise UserError(
+                f"the tokenizer of {config.data.said} adds {', '.join(others)} to that of {name}: set model.new_tokens to "
+                f"{yaml_text([*new, *others])}, or prepare it with the tokenizer of the checkpoint"
+            )
         if config.data.rollouts is not None:
             raise UserError(
                 f"data.tokenizer {config.data.tokenizer} is another tokenizer than that of {name}: omit data.tokenizer"
@@ -105,10 +118,11 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
     if embedded is not None and entries > embedded and config.masked.share is None:
         entries = store.largest_token + 1  # only masks may be any token
     if embedded is not None and entries > embedded:
+        beyond = [token for token, number in added_tokens(store.tokenizer.text).items() if number >= embedded]
         raise UserError(
             f"token {entries - 1} of {config.data.said} ({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of "
-            f"{name}, which has {embedded:,} entries: remove text with it, add entries with transformers "
-            "(resize_token_embeddings), or use the tokenizer that the model was trained with"
+            f"{name}, which has {embedded:,} entries: remove text with it, add entries by model.new_tokens "
+            f"{yaml_text(beyond)}, or use the tokenizer that the model was trained with"
         )
 
 
@@ -155,6 +169,11 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
         raise UserError(
             f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to "
             f"{name}, or start a new run from an export of that one"
+        )
+    if path.is_file() and config.optimizer.ema_decay is not None and before.get("optimizer", {}).get("ema_decay") is None:
+        raise UserError(
+            f"optimizer.ema_decay is {config.optimizer.ema_decay:g}, but checkpoints of {run} have no average: set it to null, "
+            "or start a new run from an export of that one"
         )
     changes = []
     for setting in ("train.steps", *(f"optimizer.{key}" for key in type(config.optimizer).model_fields)):

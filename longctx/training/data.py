@@ -15,7 +15,7 @@ from longctx.data.merging import Merging
 from longctx.data.mixture import Mixture, make_steps
 from longctx.data.rollout_records import RolloutReader
 from longctx.data.rollout_store import RolloutStore
-from longctx.data.sampler import Steps
+from longctx.data.sampler import Sampler, Steps
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer, TokenizerError
 from longctx.errors import UserError
@@ -25,6 +25,9 @@ from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import run_profile
 from longctx.training.saved.checkpoint import Checkpoint
+
+COUNTED = 1 << 17
+"""Documents from which on steps are estimated, as counting them takes long."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         ranks=mesh.ranks,
         planner=make_planner(config, mesh.ranks, profile),
         global_tokens=config.batch.global_tokens,
-        seed=config.train.seed,
+        seed=config.order_seed,
         max_length=max_length,
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
@@ -189,12 +192,33 @@ def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
     return make_steps(
         store,
         global_tokens=config.batch.global_tokens,
-        seed=config.train.seed,
+        seed=config.order_seed,
         max_length=config.max_length(ranks),
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
         masked=config.masked.share is not None,
     )
+
+
+def steps_of_epochs(epochs: float, steps: Sampler) -> int:
+    """Returns the fewest steps that take the documents `epochs` times; of many documents, by the steps of the first ones.
+
+    A step has more than its tokens: it takes whole documents.
+    """
+    pieces = math.ceil(epochs * steps.pieces)
+    count, cursor = 0, steps.start
+    while cursor < min(pieces, COUNTED):
+        cursor, count = steps.step(cursor)[1], count + 1
+    return math.ceil(pieces / cursor * count) if cursor < pieces else count
+
+
+def with_steps(config: Config, store: Store, ranks: int) -> Config:
+    """Returns the settings with the steps that `train.epochs` are on `ranks` processes."""
+    if config.train.epochs is None:
+        return config
+    steps = steps_of_run(config, store, ranks)
+    assert isinstance(steps, Sampler), "several stores are refused: see the rows of `combinations`"
+    return config.changed({"train.steps": steps_of_epochs(config.train.epochs, steps), "train.epochs": None})
 
 
 def first_plans(config: Config, store: Store, ranks: int, steps: int, *, static: bool = False) -> Iterator[Plan]:

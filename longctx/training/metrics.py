@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from longctx.config.settings import WandbSetting
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
@@ -228,6 +229,9 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
     "H800": (989e12, 67e12),
     "GB200": (2500e12, None),
     "B200": (2250e12, None),
+    "A100-SXM4-40GB": (312e12, 19.5e12),
+    "A100-PCIE-40GB": (312e12, 19.5e12),
+    "A100 80GB PCIe": (312e12, 19.5e12),
     "A100": (312e12, 19.5e12),
     "A800": (312e12, 19.5e12),
     "L40S": (362e12, 91.6e12),
@@ -270,16 +274,20 @@ class MetricsLog:
         *,
         after_step: int,
         tensorboard: bool,
-        wandb: str | None = None,
+        every: int = 1,
+        last_step: int | None = None,
+        wandb: WandbSetting | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
         """Continues after `after_step`: lines of later steps, which an interrupted run left, are removed.
 
         Args:
-            wandb: project of Weights & Biases, or None.
+            every, last_step: steps between lines on the console, which also shows the first and the last step.
+            wandb: run of Weights & Biases, or None.
             settings: of the run, which are shown there.
         """
         self.path = folder / LOG
+        self._every, self._shown = every, {after_step + 1, last_step}
         self.spikes = Spikes()
         lines = list(read_log(self.path))
         kept = [line for step, line in lines if step is not None and step["step"] <= after_step]
@@ -300,7 +308,9 @@ class MetricsLog:
         seconds = (metrics.step_time_s - metrics.data_wait_s) / metrics.predicted_s
         learned = {"loss": metrics.loss, "grad_norm": metrics.grad_norm} if metrics.target_tokens else {}
         metrics = replace(metrics, spikes=self.spikes.of({**learned, "time": seconds}))
-        print(metrics.console(), flush=True)
+        notable = metrics.spikes or metrics.skipped or metrics.validation_loss is not None
+        if metrics.step % self._every == 0 or metrics.step in self._shown or notable:
+            print(metrics.console(), flush=True)
         numbers = {name: None if isinstance(n, float) and not math.isfinite(n) else n for name, n in asdict(metrics).items()}
         self.stream.write(json.dumps(numbers) + "\n")
         self.stream.flush()
@@ -318,20 +328,27 @@ class MetricsLog:
             self.wandb_run.finish()
 
 
-def check_wandb(project: str | None) -> None:
+def check_wandb(setting: WandbSetting | None) -> None:
     """Raises UserError if Weights & Biases is to be logged to and its package is not installed."""
-    if project is not None and importlib.util.find_spec("wandb") is None:
+    if setting is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"log.wandb is {project}, and the package wandb is not installed: pip install wandb, or set log.wandb null"
+            f"log.wandb is {setting.project}, and the package wandb is not installed: pip install wandb, or set log.wandb null"
         )
 
 
-def _start_wandb(project: str, folder: Path, settings: dict[str, Any] | None, *, resumes: bool) -> Any:
+def _start_wandb(setting: WandbSetting, folder: Path, settings: dict[str, Any] | None, *, resumes: bool) -> Any:
     """Starts a run of Weights & Biases, or continues the one that `folder` was logged to before."""
     identity = folder / "wandb_id"
     known = identity.read_text("utf-8") if resumes and identity.exists() else None
     run = importlib.import_module("wandb").init(
-        project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=settings
+        project=setting.project,
+        name=setting.name or folder.name,
+        entity=setting.entity,
+        tags=setting.tags,
+        id=known,
+        resume="allow",
+        dir=str(folder),
+        config=settings,
     )
     identity.write_text(run.id, "utf-8")
     return run

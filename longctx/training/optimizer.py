@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
 from longctx.parallel.expert import sparse_layers
-from longctx.training.muon import Muon, is_first_copy
+from longctx.training.optimizers.average import keep_average
+from longctx.training.optimizers.muon import Muon, is_first_copy
 
 
 def make_optimizer(
@@ -41,14 +42,18 @@ def make_optimizer(
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
             group["params"].append(parameter)
     adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    optimizer: torch.optim.Optimizer
     if settings.name == "muon":
-        return Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
-    if settings.name == "adamw-8bit":
-        from longctx.training.eight_bit import EightBit  # torchao takes seconds, and is in an extra
+        optimizer = Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
+    elif settings.name == "adamw-8bit":
+        from longctx.training.optimizers.eight_bit import EightBit  # torchao takes seconds, and is in an extra
 
-        eight_bit: torch.optim.Optimizer = EightBit(list(groups.values()), **adamw)
-        return eight_bit
-    return torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
+        optimizer = EightBit(list(groups.values()), **adamw)
+    else:
+        optimizer = torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
+    if settings.ema_decay is not None:
+        keep_average(optimizer, settings.ema_decay)
+    return optimizer
 
 
 def group_of(name: str, settings: OptimizerSection) -> ParameterGroup | None:
@@ -74,12 +79,13 @@ def matrices_of(model: Model) -> dict[nn.Parameter, int]:
 def state_bytes(settings: OptimizerSection, parameters: int, matrices: int) -> int:
     """Returns the bytes of optimizer state of `parameters`, of which `matrices` are in matrices of blocks.
 
-    AdamW has two moments in float32, or in 8 bits with a scale per block; Muon has one of matrices.
+    AdamW has two moments in float32, or in 8 bits with a scale per block; Muon has one of matrices. An average is one more.
     """
+    average = 0 if settings.ema_decay is None else parameters * torch.float32.itemsize
     if settings.name == "adamw-8bit":
-        return 2 * (parameters + parameters * torch.float32.itemsize // 256)
+        return average + 2 * (parameters + parameters * torch.float32.itemsize // 256)
     moments = 2 * parameters - (matrices if settings.name == "muon" else 0)
-    return moments * torch.float32.itemsize
+    return average + moments * torch.float32.itemsize
 
 
 DECAYS: dict[str, Callable[[float], float]] = {

@@ -9,7 +9,7 @@ from longctx.config import Config
 from longctx.model.source import ModelSource
 from longctx.parallel.device import prepare_device
 from longctx.parallel.environment import Launch
-from longctx.training.data import RunData
+from longctx.training.data import RunData, with_steps
 from longctx.training.saved.checkpoint import Checkpoint
 
 
@@ -18,7 +18,7 @@ class Run:
     """A run before its processes join.
 
     Attributes:
-        config: settings.
+        config: settings, with steps for epochs.
         launch: place of this process.
         device: device of this process, ready for use.
         data: stores for training and validation.
@@ -42,6 +42,7 @@ class Run:
         """Prepares the device, and opens the stores and the model's files. Raises UserError if one cannot be used."""
         launch = Launch.read()
         device, data = prepare_device(config.train.device, launch), RunData.open(config)
+        config = with_steps(config, data.store, launch.world_size)
         return cls(config, launch, device, data, config.model_source(data.vocab_size), **others)
 
     @property

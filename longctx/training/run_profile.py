@@ -3,6 +3,7 @@ sizes, with a printed line on the scaling.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,23 +11,30 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.config import Config
+from longctx.config.settings import ModelSection
 from longctx.errors import UserError
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.presets import ModelShape
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
 from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.scaling import arithmetic_said, scale
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
-from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile
+from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile, shipped_profiles
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.training import muon
 from longctx.training.metrics import gpu_kind
+from longctx.training.optimizers import muon
 from longctx.units import format_count
+
+UNKNOWN_GPU = "h100-nvlink-ib"
+"""Profile of GPUs that no shipped profile is for."""
 
 
 class Described(BaseModel):
-    """Model and machine that a profile's constants describe: its section `describes`, or `measured` by `longctx profile`."""
+    """Model and machine that a profile's constants describe: its section `describes`, or `measured` by `longctx profile`.
+
+    `memory_gb` is the memory of the GPU by its data sheet; with `from_data_sheets` nothing was measured.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,6 +42,8 @@ class Described(BaseModel):
     dtype: Literal["bfloat16", "float32"]
     device: Literal["cpu", "cuda"]
     gpu: str | None = None
+    memory_gb: float | None = Field(None, gt=0)
+    from_data_sheets: bool = False
     cpu: str | None = None
     recompute: Recompute = "none"
     keep_kv: bool = False
@@ -57,7 +67,8 @@ class Described(BaseModel):
         split += f", expert_parallel_size {self.expert_parallel_size}" * (self.expert_parallel_size > 1)
         recompute = f", recompute {self.recompute}" * (self.recompute != "none")
         where = self.gpu or self.cpu or ("a GPU" if self.device == "cuda" else "a CPU")
-        return f"{format_count(self.model.spec.parameters)} parameters in {self.dtype} on {where}{recompute}{split}"
+        source = ", from data sheets, not measured" * self.from_data_sheets
+        return f"{format_count(self.model.spec.parameters)} parameters in {self.dtype} on {where}{recompute}{split}{source}"
 
 
 def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None]:
@@ -126,7 +137,8 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     device, gpu = choose_device(config.train.device, 0).type, None
     if device == "cuda" and torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
-    name = config.context.profile or default_profile(device, gpu)
+    asked = config.context.profile
+    name = asked or default_profile(device, gpu)
     profile, described = read_described(name)
     profile = replace(profile, exchange_levels=2 if config.context.two_level_exchange else 1)
     tensor = config.parallel.tensor_parallel_size
@@ -159,7 +171,8 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         muon_s = operations * s_per_operation + 4 * numbers / scaled.profile.inter_node_bytes_per_s
         scaled = replace(scaled, profile=replace(scaled.profile, step_s=scaled.profile.step_s + muon_s))
         lines.append(f"Muon's updates take {muon_s:.3g} s of a step, by the speed of the model's products")
-    return replace(scaled, lines=(*scaled.lines, *lines, *_doubts(name, described, device, gpu, config.dtype)))
+    doubts = _doubts(name, described, device, gpu, config.dtype, default=asked is None)
+    return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
 
 
 def model_profile(
@@ -170,7 +183,7 @@ def model_profile(
     `name` is a shipped profile or a file; None: the default of the device. The exchange has one level, and queries come first.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    name = name or default_profile(device.type, gpu)
+    default, name = name is None, name or default_profile(device.type, gpu)
     profile, described = read_described(name)
     profile, node = replace(profile, exchange_levels=1, query_share=0.0), processes_per_node(ranks)
     if described is None:
@@ -178,7 +191,7 @@ def model_profile(
         return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
     work = replace(work_of(spec, dtype, recompute=recompute, gpus=ranks), queries=0.0)
     scaled = _scaled(name, profile, described, work, "this model", node)
-    return replace(scaled, lines=(*scaled.lines, *_doubts(name, described, device.type, gpu, dtype)))
+    return replace(scaled, lines=(*scaled.lines, *_doubts(name, described, device.type, gpu, dtype, default)))
 
 
 def preset_profile(
@@ -188,7 +201,7 @@ def preset_profile(
     profile, described = read_described(name)
     if described is None:
         return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
-    spec = _with_vocabulary((described.model if preset is None else PRESETS[preset]).spec, described)
+    spec = _with_vocabulary((described.model if preset is None else ModelSection(preset=preset).sizes()).spec, described)
     if pipeline.stages > len(spec.layers):
         raise UserError(
             f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} has only {len(spec.layers)} "
@@ -211,11 +224,16 @@ def preset_profile(
 
 
 def default_profile(device: str, gpu: str | None) -> str:
-    """Returns the name of the default profile for a device type, and for the name `gpu` of a GPU if known."""
+    """Returns the name of the default profile for a device type, and for the name `gpu` of a GPU if known.
+
+    That of a GPU is the shipped one whose GPU is in the name, the longest if several are; `UNKNOWN_GPU` if none is.
+    """
     if device != "cuda":
         return "cpu-2core"
-    kind = gpu_kind(gpu or "") or ""
-    return "h200-nvlink-ib" if kind.startswith("H200") else "h100-nvlink-ib"
+    described = {name: read_described(name)[1] for name in shipped_profiles()}
+    kinds = {each.gpu: name for name, each in described.items() if each is not None and each.gpu}
+    named = [kind for kind in kinds if re.search(rf"\b{kind}\b", gpu or "")]
+    return kinds[max(named, key=len)] if named else UNKNOWN_GPU
 
 
 def _with_vocabulary(spec: ModelSpec, described: Described) -> ModelSpec:
@@ -234,13 +252,14 @@ def _scaled(
     return RunProfile(name, scaled, (f"profile {name} ({described}): {done}",))
 
 
-def _doubts(name: str, described: Described, device: str, gpu: str | None, dtype: str) -> list[str]:
+def _doubts(name: str, described: Described, device: str, gpu: str | None, dtype: str, default: bool) -> list[str]:
     """Returns warnings if predicted times may be far off, as speeds are not scaled to other devices or dtypes."""
     doubts, fix = [], "speeds are not scaled, so predicted times are unreliable: measure a profile with `longctx profile`"
     if described.device != device:
         doubts.append(f"profile {name} is for {described.device}, but this run is on {device}")
     elif described.gpu and gpu and (gpu_kind(described.gpu) or described.gpu) != (gpu_kind(gpu) or gpu):
-        doubts.append(f"profile {name} is for {described.gpu}, but this run is on {gpu}")
+        unknown = f"no shipped profile is for {gpu}: {name}, which is for {described.gpu}, is used instead"
+        doubts.append(unknown if default else f"profile {name} is for {described.gpu}, but this run is on {gpu}")
     if described.dtype != dtype:
         doubts.append(f"profile {name} is for {described.dtype}, but this run computes in {dtype}")
     return [f"warning: {doubt}; {fix}" for doubt in doubts]

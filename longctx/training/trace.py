@@ -19,7 +19,7 @@ def parse_steps(text: str) -> range:
     start, end = whole_number(first), whole_number(last if colon else first)
     if start and end and start <= end:
         return range(start, end + 1)
-    raise UserError(f"--profile-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1")
+    raise UserError(f"--trace-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1")
 
 
 def micro_batch_name(batch: StepBatch, number: int) -> str:

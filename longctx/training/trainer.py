@@ -32,6 +32,7 @@ from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import Objective, TokenMean
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
+from longctx.training.optimizers.average import averaged
 from longctx.training.passes import Passes
 from longctx.training.policy import Policy, held_tokens
 from longctx.training.run_profile import run_profile
@@ -133,7 +134,8 @@ class Trainer:
                 last, every = self.steps_done == self.config.train.steps, self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
-                    metrics = replace(metrics, **asdict(self.validator.validate()))
+                    with averaged(self.optimizer):
+                        metrics = replace(metrics, **asdict(self.validator.validate()))
                 if self.log is not None:
                     self.log.write(metrics)
                 if every is not None and (last or self.stopping or self.steps_done % every == 0):

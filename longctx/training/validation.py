@@ -82,6 +82,7 @@ class Documents:
             max_length=max_length,
             long_documents=long_documents,
             name=store.name,
+            partly=store.partly_trained,
             left_out=~chosen,
             pairs=store.pairs,
         )

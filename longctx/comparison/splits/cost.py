@@ -21,14 +21,12 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import Pipeline
-from longctx.training.metrics import PEAK_FLOPS
+from longctx.training.metrics import peak_flops
 from longctx.training.run_profile import read_described
 
 BFLOAT16, FLOAT32 = 2, 4
 DTYPE = "bfloat16"
 LLAMA_3_VOCABULARY = 128256
-GPUS = {"h100-nvlink-ib": ("H100", 80e9), "h200-nvlink-ib": ("H200", 141e9)}
-"""Shipped profile of the 8B model → GPU, and its memory in bytes by the data sheet; the real memory is a few percent larger."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +47,21 @@ class Machine:
 
     @classmethod
     def load(cls, name: str, peak_tflops: float | None = None, memory_gb: float | None = None) -> "Machine":
-        """Loads the machine of a profile: a shipped name, or a file, which needs `peak_tflops` and `memory_gb`.
+        """Loads the machine of a profile; `peak_tflops` and `memory_gb` replace, or add, those of its GPU.
 
         Raises UserError if peak FLOP/s or memory are not known, or the profile is not for bfloat16.
         """
-        peak, memory = 0.0, 0.0
-        if name in GPUS:
-            gpu, memory = GPUS[name]
-            peak, _ = PEAK_FLOPS[gpu]
-        peak = peak if peak_tflops is None else 1e12 * peak_tflops
-        memory = memory if memory_gb is None else 1e9 * memory_gb
-        if peak <= 0 or memory <= 0:
-            known = " and ".join(GPUS)
-            raise UserError(
-                f"profile {name}: peak TFLOP/s and memory of a GPU must be known and above 0, as for {known}: give "
-                "--peak-tflops and --memory-gb"
-            )
         profile, described = read_described(name)
+        known = (peak_flops(described.gpu or "", DTYPE), described.memory_gb) if described is not None else (None, None)
+        peak = known[0] or 0.0 if peak_tflops is None else 1e12 * peak_tflops
+        memory = 1e9 * (known[1] or 0.0 if memory_gb is None else memory_gb)
+        if peak <= 0 or memory <= 0:
+            raise UserError(
+                f"profile {name}: peak TFLOP/s and memory of a GPU must be known and above 0, as for the shipped profiles of "
+                "GPUs: give --peak-tflops and --memory-gb"
+            )
         if described is None:
-            model = PRESETS["8b"].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY})
+            model = PRESETS["llama-3.1-8b"].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY})
         else:
             if described.dtype != DTYPE:
                 raise UserError(

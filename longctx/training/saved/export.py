@@ -81,10 +81,12 @@ def export(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     merge: bool = False,
+    last: bool = False,
 ) -> Exported:
     """Writes the newest complete checkpoint of a run, or that of `step`, to `out` as a transformers checkpoint.
 
-    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters.
+    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters. Of a run with an
+    average of the weights, the average is written, or with `last` the weights of the step.
 
     Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started from, or float32 for new
     weights. Raises ExportError, CheckpointError or NoNativeModel.
@@ -93,7 +95,9 @@ def export(
     chosen = _find(run, step)
     kept = model_folder(run)
     model, source = _build(chosen, kept)
-    saved = SavedWeights(chosen.folder)
+    saved = SavedWeights(chosen.folder, averages=not last)
+    if last and not saved.averaged:
+        raise ExportError(f"{chosen.folder} has no average of the weights: omit --last")
     if merge and not isinstance(model, AdaptedModel):
         raise ExportError(f"{run} has no adapters to merge: omit --merge")
     partial = out.with_name(out.name + ".partial")

@@ -14,6 +14,7 @@ import numpy as np
 from longctx import tokenizer_files
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, is_store
+from longctx.data.new_tokens import added_tokens
 from longctx.data.store import Store
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, small_files
 from longctx.model.source import ModelSource
@@ -63,6 +64,8 @@ def keep_model_files(run: Path, source: ModelSource, store: Store | None) -> Non
     if not kept:
         store.tokenizer.save(folder / TOKENIZER)
         (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8")
+    elif (own := folder / TOKENIZER).is_file() and set(added_tokens(store.tokenizer.text)) - set(added_tokens(own.read_text())):
+        store.tokenizer.save(own)  # has new tokens
     if chats:  # without a checkpoint's tokenizer, conversations are prepared with ChatML
         (folder / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
 

@@ -88,7 +88,10 @@ class Muon(torch.optim.AdamW):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 rate = _adjust_lr(group["lr"], "match_rms_adamw", torch.Size(matrix.shape))
                 weight.add_(update.view_as(weight).to(weight.device), alpha=-rate)
-        super().step()  # of the parameters that still have gradients
+        of_others: Any = torch.optim.AdamW.step  # of the parameters that still have gradients
+        if getattr(of_others, "hooked", False):  # torch has seen an AdamW, and would run the hooks of this step again
+            of_others = of_others.__wrapped__
+        of_others(self)
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:
         """Adds the gradient to the momentum and removes it. Returns this rank's rows of what is orthogonalised (Nesterov)."""

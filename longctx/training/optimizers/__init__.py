@@ -1,0 +1,1 @@
+"""Optimizers beside torch's AdamW, and the moving average of weights."""

@@ -1,0 +1,38 @@
+"""The page for users of other trainers: names on our side exist, and names of TRL are those of the installed version."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from longctx.cli import COMMANDS, _module, main
+from longctx.config.reading import SETTINGS
+
+PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text("utf-8")
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
+WIDE = [row for row in ROWS if len(row) == 6 and row[0] != "what"]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_names_on_our_side_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(WIDE) >= 35
+    for name in (name for row in ROWS if row[0] != "what" for name in names(row[-1])):
+        if not name.startswith("longctx "):
+            assert name in SETTINGS, name
+            continue
+        _, command, option = name.split()
+        assert command in COMMANDS and _module(command)
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert option in capsys.readouterr().out, name
+
+
+def test_names_of_trl_are_those_of_its_config() -> None:
+    trl = pytest.importorskip("trl")
+    fields = {field.name for field in dataclasses.fields(trl.SFTConfig)}
+    used = [name for row in WIDE for name in names(row[1]) if name != "peft_config"]
+    assert len(used) > 30 and set(used) <= fields, set(used) - fields

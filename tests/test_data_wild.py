@@ -1,0 +1,522 @@
+"""Data as they come: records as public trainers write them are used, or what is not used of them is named; files of many kinds.
+
+Each record is written by hand after a format that users of other trainers have.
+"""
+
+import gzip
+import io
+import json
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.feather
+import pytest
+
+from longctx.cli import main
+from longctx.config import load
+from longctx.data.chat import ChatError
+from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.mixture import make_steps
+from longctx.data.prepare import prepare
+from longctx.data.sampler import Piece, Sampler, SamplerError
+from longctx.data.store import IGNORED_LABEL, Store
+from longctx.data.tokenizer import TokenizerError
+from longctx.training.data import steps_of_run
+from tests.data_cases import learnt, made, whole, write_jsonl, written
+from tests.template_cases import SMOLLM2
+
+IDS = [72, 105, 33, 10, 256]
+LABELS = [IGNORED_LABEL, IGNORED_LABEL, 33, 10, 256]
+MASK = [0, 0, 1, 1, 1]
+
+
+def labels_of(store: Store, document: int = 0) -> list[int]:
+    return store.read(document, 0, int(store.lengths[document]))[1].tolist()
+
+
+# --- token ids
+
+
+USED: list[tuple[str, dict[str, Any], list[int], Sequence[str]]] = [
+    ("ids alone", {"input_ids": IDS}, [105, 33, 10, 256, -100], ()),
+    ("axolotl", {"input_ids": IDS, "attention_mask": [1] * 5, "labels": LABELS}, [-100, 33, 10, 256, -100], ["attention_mask"]),
+    ("loss_mask", {"input_ids": IDS, "loss_mask": MASK}, [-100, 33, 10, 256, -100], ()),
+    ("TRL, prompt and completion", {"input_ids": IDS, "completion_mask": MASK}, [-100, 33, 10, 256, -100], ()),
+    ("TRL, assistant only", {"input_ids": IDS, "assistant_masks": MASK}, [-100, 33, 10, 256, -100], ()),
+    ("verl", {"input_ids": IDS, "loss_mask": MASK, "position_ids": [*range(5)]}, [-100, 33, 10, 256, -100], ["position_ids"]),
+    ("with its name", {"input_ids": IDS, "id": 7, "length": 5}, [105, 33, 10, 256, -100], ["id", "length"]),
+    ("no end", {"input_ids": IDS[:-1], "token_type_ids": [0] * 4}, [105, 33, 10, -100], ["token_type_ids"]),
+    ("packed, of one", {"input_ids": IDS, "seq_lengths": [5]}, [105, 33, 10, 256, -100], ["seq_lengths"]),
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow", "dataset"])
+@pytest.mark.parametrize(("record", "labels", "unused"), [case[1:] for case in USED], ids=[case[0] for case in USED])
+def test_token_ids_are_used(tmp_path: Path, record: dict[str, Any], labels: list[int], unused: list[str], suffix: str) -> None:
+    """Exactly as they are, without an end of their own; what is not used is named."""
+    if suffix == "arrow":
+        pyarrow.feather.write_feather(pyarrow.Table.from_pylist([record] * 2), tmp_path / "s.arrow", compression="zstd")
+    source = tmp_path / "s.arrow" if suffix == "arrow" else written(tmp_path, [record] * 2, suffix)
+    prepare(open_corpus(str(source)), tmp_path / "store", tokenizer="bytes")
+    store = Store.open(tmp_path / "store")
+    assert [labels_of(store, document) for document in (0, 1)] == [labels] * 2
+    assert store.tokens(0, 0, len(record["input_ids"]))[0].tolist() == record["input_ids"]
+    assert store.trained_tokens.tolist() == [sum(label != IGNORED_LABEL for label in labels)] * 2
+    assert store.manifest is not None and store.manifest.unused == dict.fromkeys(unused, 2)
+    assert store.manifest.formats == {"token-ids": 2} and not store.manifest.conversations
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"input_ids": IDS, "labels": [*IDS[1:], -100]},
+            "`labels` has 105 at position 0, where `input_ids` has 72: labels must",
+        ),
+        ({"input_ids": IDS, "labels": LABELS, "loss_mask": MASK}, "`labels` and `loss_mask` both say which tokens have a loss"),
+        ({"input_ids": IDS, "labels": LABELS[1:]}, "`labels` has 4 numbers, but `input_ids` has 5"),
+        ({"input_ids": IDS, "labels": 1}, "`labels` must be a list of whole numbers"),
+        ({"input_ids": IDS, "loss_mask": [0, 0, 2, 1, 1]}, "`loss_mask` is 2 at position 2: it must be 1 for a loss, or 0"),
+        ({"input_ids": IDS, "loss_mask": [0, 0, 0.5, 1, 1]}, "`loss_mask` must be a list of whole numbers"),
+        ({"input_ids": IDS, "attention_mask": [1, 1, 1, 1, 0]}, "`attention_mask` is 0 at position 4: remove the padding"),
+        ({"input_ids": IDS, "attention_mask": [1, 1, 2, 2, 2]}, "give a record per document"),
+        ({"input_ids": IDS, "position_ids": [0, 1, 0, 1, 2]}, "`position_ids` shows that several documents are packed"),
+        ({"input_ids": IDS, "seq_lengths": [2, 3]}, "`seq_lengths` shows that several documents are packed"),
+        ({"input_ids": [IDS, IDS]}, "`input_ids` must be a list of whole numbers, one for each token of one document"),
+        ({"input_ids": "72 105"}, "`input_ids` must be a list of whole numbers"),
+        ({"input_ids": [72, None]}, "`input_ids` must be a list of whole numbers"),
+    ],
+)
+def test_token_ids_that_are_not_plain_are_refused(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(CorpusError, match=r"s\.jsonl:1: ") as caught:
+        made(tmp_path, [record])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[72, 257], [-1, 72]])
+def test_token_ids_must_be_of_the_tokenizer_that_is_named(tmp_path: Path, ids: list[int]) -> None:
+    with pytest.raises(
+        TokenizerError, match=r"s\.jsonl:1 has token (257|-1) at position [01], but the tokenizer has 257 tokens"
+    ):
+        made(tmp_path, [{"input_ids": ids}])
+    with pytest.raises(TokenizerError, match="has token ids: name the tokenizer that they are from"):
+        made(tmp_path, [{"text": "some text"}, {"input_ids": IDS}], tokenizer="bpe", vocab_size=300)
+
+
+def test_what_has_no_loss_is_counted_and_texts_come_first(tmp_path: Path) -> None:
+    silent = {"input_ids": IDS, "labels": [IDS[0], *[IGNORED_LABEL] * 4]}
+    store = made(tmp_path, [silent, {"input_ids": []}, {"text": "Hi!\n", "input_ids": IDS, "weight": 2}, {"input_ids": IDS}])
+    assert store.manifest is not None and (store.manifest.untrained_documents, store.manifest.empty_documents) == (1, 1)
+    assert store.manifest.formats == {"text": 1, "token-ids": 1} and store.manifest.unused == {"input_ids": 1}
+    assert whole(store, 0) == whole(store, 1), "the end of the document is added to the text alone"
+    with pytest.raises(CorpusError, match="1 switch off the loss of everything"):
+        made(tmp_path, [silent])
+
+
+# --- conversations
+
+
+CALL = {"name": "add", "arguments": '{"a": 2}'}
+SHARED = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}]
+Q, GOOD, BAD = (
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "good"},
+    {"role": "assistant", "content": "bad"},
+)
+WILD: list[tuple[str, dict[str, Any], list[str], Sequence[str]]] = [
+    ("OpenAI", {"messages": [{"role": "system", "content": "S"}, Q, {**GOOD, "weight": 1}]}, ["good"], ()),
+    (
+        "OpenAI, parts",
+        {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in (Q, GOOD)]},
+        ["good"],
+        (),
+    ),
+    ("OpenAI, nulls", {"messages": [Q, {**GOOD, "tool_calls": None, "refusal": None}]}, ["good"], ()),
+    ("OpenAI preference", {"messages": [Q], "chosen": [GOOD], "rejected": [BAD]}, ["good", "bad"], ()),
+    ("Tulu", {"id": "t_1", "messages": [Q, GOOD], "source": "ai2/x", "dataset": "x"}, ["good"], ["dataset", "id", "source"]),
+    ("UltraChat", {"prompt": "Q", "prompt_id": "f00", "messages": [Q, GOOD]}, ["good"], ["prompt", "prompt_id"]),
+    (
+        "UltraFeedback",
+        {"prompt": "Q", "chosen": [Q, GOOD], "rejected": [Q, BAD], "score_chosen": 8.5},
+        ["good", "bad"],
+        ["score_chosen"],
+    ),
+    ("HH-RLHF, explicit", {"prompt": "Q", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
+    ("Orca pairs", {"system": "S", "prompt": "Q", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
+    ("Alpaca", {"instruction": "Q", "input": "", "output": "good", "text": "Below is"}, ["good"], ["text"]),
+    ("Dolly", {"instruction": "Q", "context": "C", "response": "good", "category": "qa"}, ["good"], ["category", "context"]),
+    (
+        "LlamaFactory, alpaca",
+        {"instruction": "Q", "input": "I", "output": "good", "system": "S", "history": [["a", "b"]]},
+        ["b", "good"],
+        (),
+    ),
+    ("LlamaFactory, alpaca pairs", {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
+    ("LlamaFactory, sharegpt", {"conversations": SHARED, "system": "S", "tools": "[]"}, ["good"], ()),
+    (
+        "LlamaFactory, sharegpt pairs",
+        {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "bad"}},
+        ["good", "bad"],
+        (),
+    ),
+    ("LlamaFactory, KTO", {"messages": [Q, GOOD], "kto_tag": True}, ["good"], ()),
+    ("LlamaFactory, KTO of sharegpt", {"conversations": SHARED, "kto_tag": True}, ["good"], ()),
+    ("TRL, KTO", {"prompt": "Q", "completion": "good", "label": True}, ["good"], ()),
+    ("TRL, KTO of messages", {"prompt": [Q], "completion": [GOOD], "label": True}, ["good"], ()),
+    ("TRL, prompt and completion", {"prompt": [Q], "completion": [GOOD]}, ["good"], ()),
+    ("TRL, implicit prompt", {"chosen": [Q, GOOD], "rejected": [Q, BAD], "margin": 0.5}, ["good", "bad"], ["margin"]),
+    ("ms-swift", {"query": "Q", "response": "good", "history": [["a", "b"]], "system": "S"}, ["good"], ()),
+    ("ms-swift, loss by message", {"messages": [Q, {**BAD, "loss": False}, Q, {**GOOD, "loss": True}]}, ["good"], ()),
+    ("ms-swift, rejected answer", {"messages": [Q, GOOD], "rejected_response": "bad"}, ["good", "bad"], ()),
+    ("ms-swift, rejected messages", {"messages": [Q, GOOD], "rejected_messages": [Q, BAD]}, ["good", "bad"], ()),
+    ("ms-swift, query and rejected", {"query": "Q", "response": "good", "rejected_response": "bad"}, ["good", "bad"], ()),
+    (
+        "Axolotl, training by message",
+        {"messages": [Q, {**BAD, "training": False}, Q, {**GOOD, "training": True}]},
+        ["good"],
+        (),
+    ),
+    (
+        "Axolotl, weight of ShareGPT",
+        {"conversations": [SHARED[0], {"from": "gpt", "value": "bad", "weight": 0}, *SHARED]},
+        ["good"],
+        (),
+    ),
+    ("OpenHermes", {"conversations": SHARED, "title": "T", "views": 3}, ["good"], ["title", "views"]),
+    ("ShareGPT, as JSON", {"conversations": json.dumps(SHARED), "id": "x"}, ["good"], ["id"]),
+    ("Capybara", {"source": "x", "messages": [Q, GOOD], "num_turns": 1}, ["good"], ["num_turns", "source"]),
+    ("Nemotron", {"messages": [Q, GOOD], "reasoning": "off", "license": "cc"}, ["good"], ["license", "reasoning"]),
+]
+
+
+@pytest.mark.parametrize(("record", "answers", "unused"), [case[1:] for case in WILD], ids=[case[0] for case in WILD])
+def test_records_of_other_trainers_are_used_or_named(
+    tmp_path: Path, record: dict[str, Any], answers: list[str], unused: Sequence[str]
+) -> None:
+    for suffix in ("jsonl", "parquet"):
+        documents = list(open_corpus(str(written(tmp_path, [record], suffix))).documents())
+        assert sorted(key for document in documents for key in document.unused) == sorted(unused)
+    store = made(tmp_path, [record])
+    assert "".join(map(learnt_text, [store] * len(store), range(len(store)))) == "".join(answers)
+    assert store.manifest is not None and sorted(store.manifest.unused) == sorted(unused) and not store.manifest.left_out
+
+
+def learnt_text(store: Store, document: int) -> str:
+    return learnt(store, document).replace("<|im_end|>", "").removesuffix("\n<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"prompt": "Q", "completion": "bad", "label": False}, "may mark a bad answer"),
+        ({"messages": [Q, BAD], "kto_tag": False}, "may mark a bad answer"),
+        ({"messages": [Q, {**GOOD, "weight": 0.5}]}, "it must be 0 or false for no loss, or 1 or true"),
+        ({"messages": [Q, {**GOOD, "loss_scale": 2.0}]}, "has `loss_scale` 2.0"),
+        ({"messages": [Q, GOOD], "images": ["a.png"]}, "only text is supported"),
+        ({"messages": [Q, GOOD], "chat_template_kwargs": {"enable_thinking": False}}, "use --template-set"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "only text is supported"),
+        ({"messages": [Q, GOOD], "documents": [{"title": "t"}]}, "write the documents into a message"),
+        ({"conversations": SHARED, "rejected_messages": [{**Q, "content": "R"}, BAD]}, "begin with the same prompt"),
+        ({"conversation": SHARED}, "only conversation: name the text column"),
+        ({"chosen": "Human: Q Assistant: good", "rejected": "Human: Q Assistant: bad"}, "without a `prompt`: add the key"),
+    ],
+)
+def test_records_that_cannot_be_used_are_refused(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(CorpusError, match=r"s\.jsonl:1: ") as caught:
+        made(tmp_path, [record])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_name_that_the_template_reads(
+    tmp_path: Path, checkpoints: dict[str, Path], key: str, name: str
+) -> None:
+    template = SMOLLM2.replace("message['content']", f"(message.{name} | default('')) + message['content']")
+    store = made(tmp_path, [{"messages": [Q, {**GOOD, key: "Hm. "}]}], checkpoints["SmolLM2"], template)
+    assert learnt(store) == "Hm. good<|im_end|>" and store.manifest is not None and not store.manifest.left_out
+
+
+# --- files
+
+
+TEXT_LINES = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two")).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pyarrow.Codec("zstd").compress(content, asbytes=True))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd], ids=["gz", "zst"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("s.jsonl", TEXT_LINES),
+        ("s.json", b'[{"text": "one"}, {"text": "two"}]'),
+        ("s.ndjson", TEXT_LINES),
+        ("s.json", TEXT_LINES),
+        ("s.csv", b"text\none\ntwo\n"),
+        ("s.tsv", b"text\tid\none\t1\ntwo\t2\n"),
+    ],
+)
+def test_compressed_records_are_read_as_the_others(tmp_path: Path, name: str, content: bytes, pack: Any) -> None:
+    ending = ".gz" if pack is gzip.compress else ".zst"
+    (tmp_path / (name + ending)).write_bytes(pack(content))
+    for source in (tmp_path / (name + ending), tmp_path):
+        assert [document.text for document in open_corpus(str(source)).documents()] == ["one", "two"]
+    (tmp_path / (name + ending)).write_bytes(pack(content)[:-9])
+    with pytest.raises(CorpusError, match=r"is damaged, or not compressed as its ending says: .*; write it again"):
+        list(open_corpus(str(tmp_path)).documents())
+
+
+def test_other_compressed_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "code.py.gz").write_bytes(gzip.compress(b"x = 1"))
+    write_jsonl(tmp_path / "s.jsonl", [{"text": "one"}])
+    assert open_corpus(str(tmp_path)).not_read == {".gz beside records": 1}
+    with pytest.raises(CorpusError, match="only records may be compressed"):
+        open_corpus(str(tmp_path / "code.py.gz"))
+
+
+def test_streams_of_arrow_are_read_and_damage_is_refused(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    table = pyarrow.table({"text": ["one", "two"], "id": [1, 2]})
+    with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    (tmp_path / "s.arrow").write_bytes(stream.getvalue())
+    documents = list(open_corpus(str(tmp_path)).documents())
+    assert [(document.text, document.name, document.unused) for document in documents] == [
+        ("one", "s.arrow:0", ("id",)),
+        ("two", "s.arrow:1", ("id",)),
+    ]
+    for damaged in (b"", stream.getvalue()[:100], b"ARROW1\0\0" + bytes(99)):
+        (tmp_path / "s.arrow").write_bytes(damaged)
+        with pytest.raises(CorpusError, match="is not an Arrow file, or damaged"):
+            list(open_corpus(str(tmp_path)).documents())
+
+
+def megatron(folder: Path, documents: Sequence[Sequence[Sequence[int]]], kind: str = "<u2", code: int = 8) -> Path:
+    """Writes documents of sequences of tokens, by the published format of Megatron's indexed data sets."""
+    sequences = [np.array(tokens, kind) for document in documents for tokens in document]
+    sizes = np.array([len(tokens) for tokens in sequences], "<i4")
+    ends = np.cumsum([0, *(tokens.nbytes for tokens in sequences)])
+    firsts = np.cumsum([0, *map(len, documents)]).astype("<i8")
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(firsts))
+    (folder / "m_document.idx").write_bytes(head + sizes.tobytes() + ends[:-1].astype("<i8").tobytes() + firsts.tobytes())
+    (folder / "m_document.bin").write_bytes(b"".join(tokens.tobytes() for tokens in sequences))
+    return folder / "m_document.idx"
+
+
+@pytest.mark.parametrize(("kind", "code"), [("<u2", 8), ("<i4", 4), ("<i8", 5), ("<i2", 3)])
+def test_documents_of_megatron_are_read(tmp_path: Path, kind: str, code: int) -> None:
+    """A document is one sequence, or several (sentences)."""
+    (tmp_path / "m").mkdir()
+    index = megatron(tmp_path / "m", [[IDS], [], [[72], [105, 33]]], kind, code)
+    for source in (index, index.with_suffix(".bin"), index.parent):
+        corpus = open_corpus(str(source))
+        manifest = prepare(corpus, tmp_path / "store", tokenizer="bytes", overwrite=True).manifest
+        store = Store.open(tmp_path / "store")
+        read = [store.tokens(document, 0, int(length))[0].tolist() for document, length in enumerate(store.lengths)]
+        assert read == [IDS, [72, 105, 33]] and list(store.names) == ["m_document.idx:0", "m_document.idx:2"]
+        assert manifest.empty_documents == 1 and not corpus.not_read and len(corpus.files) == 2
+    first = corpus.fingerprint()
+    megatron(tmp_path / "m", [[IDS[::-1]], [], [[72], [105, 33]]], kind, code)
+    assert open_corpus(str(source)).fingerprint() != first, "of both files"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda index: b"", "does not begin as Megatron's"),
+        (lambda index: index[:-8], "bytes, but 3 sequences and 3 indices need"),
+        (lambda index: index + bytes(3), "its sequences have modes: only text is supported"),
+        (lambda index: index[:17] + bytes([7]) + index[18:], "type 7 of tokens"),
+        (lambda index: index[:9] + bytes([2]) + index[10:], "it has version 2"),
+        (lambda index: index[:34] + bytes([99]) + index[35:], r"end after the 16 bytes of m_document\.bin"),
+        (lambda index: index[:-8] + bytes(8), "its documents are not in order"),
+    ],
+)
+def test_damaged_files_of_megatron_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], says: str) -> None:
+    index = megatron(tmp_path, [[IDS], [[72], [105, 33]]])
+    index.write_bytes(damage(index.read_bytes()))
+    with pytest.raises(CorpusError, match=says):
+        list(open_corpus(str(index)).documents())
+
+
+def test_of_megatron_both_files_are_needed(tmp_path: Path) -> None:
+    index = megatron(tmp_path, [[IDS]])
+    index.with_suffix(".bin").rename(tmp_path / "weights.bin")
+    with pytest.raises(CorpusError, match=r"NAME\.idx and NAME\.bin"):
+        list(open_corpus(str(index)).documents())
+    index.unlink()
+    with pytest.raises(CorpusError, match=r"folder without files to read; 1 × ending \.bin"):
+        open_corpus(str(tmp_path))
+
+
+# --- limits, and the hub
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"max_documents": 2}, ["one", "three"]),
+        ({"max_bytes": 3}, ["one"]),
+        ({"max_bytes": 4}, ["one", "three"]),
+        ({"max_documents": 3, "max_bytes": 1 << 20}, ["one", "three", "more"]),
+        ({"max_documents": 9}, ["one", "three", "more"]),
+    ],
+)
+def test_reading_stops_at_a_limit(tmp_path: Path, options: dict[str, int], kept: list[str]) -> None:
+    """Documents that are left out do not count."""
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": text} for text in ("one", "", "three", "more")])
+    limited, whole_source = open_corpus(str(source), **options), open_corpus(str(source))
+    assert [document.text for document in limited.documents()] == kept
+    assert limited.fingerprint() != whole_source.fingerprint()
+    assert prepare(limited, tmp_path / "store", tokenizer="bytes").manifest.limits == options
+
+
+def test_limits_count_pairs_once_and_token_ids_by_four(tmp_path: Path) -> None:
+    pairs = [{"prompt": "Q", "chosen": answer, "rejected": "B"} for answer in ("A", "B", "C", "D")]
+    source = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    names = [document.name for document in open_corpus(str(source), max_documents=2).documents()]
+    assert names == [f"pairs.jsonl:{line}#{side}" for line in (1, 3) for side in ("chosen", "rejected")]
+    source = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": IDS}] * 3)
+    assert len(list(open_corpus(str(source), max_bytes=21).documents())) == 2
+    with pytest.raises(CorpusError, match="max_documents is 0: it must be at least 1"):
+        open_corpus(str(source), max_documents=0)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A hub with the data set own/set, which `datasets` loads from a folder. Returns the options of every call, when made."""
+    (tmp_path / "hub").mkdir()
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / "hub" / f"{split}.jsonl", [{"text": f"{split} {number}", "id": number} for number in range(5)])
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("load_dataset", "load_dataset_builder"):
+        real = getattr(datasets, name)
+
+        def loads(path: str, subset: str | None, real: Any = real, revision: str | None = None, **options: Any) -> Any:
+            if path != "own/set":
+                raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
+            calls.append({"subset": subset, "revision": revision, **options})
+            return real(str(tmp_path / "hub"), subset, cache_dir=str(tmp_path / "cache"), **options)
+
+        monkeypatch.setattr(datasets, name, loads)
+    return calls
+
+
+def test_a_data_set_of_the_hub_is_read(tmp_path: Path, hub: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["prepare", "--source", "own/set", "--tokenizer", "bytes", "--out", str(tmp_path / "store"), "--split", "test"]
+    assert main([*command, "--revision", "v1"]) == 0
+    assert "not used   id in 5 records" in capsys.readouterr().out
+    store = Store.open(tmp_path / "store")
+    assert [whole(store, document) for document in range(5)] == [f"test {number}<|endoftext|>" for number in range(5)]
+    assert [call["revision"] for call in hub] == ["v1"] * len(hub) and hub[-1]["streaming"] is False
+    assert main([*command, "--revision", "v1"]) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert main([*command, "--overwrite", "--max-documents", "2", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["documents"], summary["limits"], hub[-1]["streaming"]) == (2, {"max_documents": 2}, True)
+    corpus = open_corpus("own/set", max_bytes=10)
+    assert [document.text for document in corpus.documents()] == ["train 0", "train 1"]
+    assert prepare(corpus, tmp_path / "bpe", vocab_size=300).manifest.documents == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("no/one", {}, r"(?s)source 'no/one' is no file or folder, .*Couldn't reach.*Without a network, .*save_to_disk"),
+        ("own/set", {"split": "val"}, "--split or --revision"),
+        ("own/set", {"subset": "x"}, "BuilderConfig 'x' not found"),
+        ("own/set", {"as_text": True}, "omit --as-text, or correct it"),
+        ("python-stdlib", {"revision": "v1"}, "'python-stdlib' is no OWNER/NAME of the hub: omit --subset and --revision"),
+        ("a/b/c", {}, "does not exist"),
+    ],
+)
+def test_what_is_not_on_the_hub_is_refused(hub: list[dict[str, Any]], source: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(CorpusError, match=says):
+        list(open_corpus(source, **options).documents())
+
+
+def test_the_order_of_documents_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    store = made(tmp_path, [{"text": f"text {number}"} for number in range(30)])
+
+    def order(*settings: str) -> tuple[Piece, ...]:
+        config = load(None, [f"data.store={store.path}", "batch.global_tokens=240", *settings])
+        return steps_of_run(config, store, 1).step(0)[0]
+
+    assert order() == order("data.seed=0") == order("data.seed=0", "train.seed=5") != order("data.seed=5")
+    assert order("data.seed=5") == order("train.seed=5")
+
+
+# --- documents that are too long
+
+
+def sampler(lengths: Sequence[int], partly: Sequence[bool], **options: Any) -> Sampler:
+    settings: dict[str, Any] = {"global_tokens": 1, "seed": 0, "max_length": 10, **options}
+    return Sampler(np.array(lengths), partly=np.array(partly), **settings)
+
+
+def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
+    """Texts are split, and conversations that fit are no reason to refuse."""
+    assert sampler([25, 9], [False, True]).pieces == 4
+    with pytest.raises(SamplerError, match=r"document '1' has 14 tokens, and 1 of 2 conversations, .* set data\.long_doc"):
+        sampler([25, 14, 9], [False, True, True])
+    assert sampler([25, 14, 9], [False, True, True], long_documents="split").pieces == 6
+    held = np.array([False, True, False])
+    assert sampler([25, 14, 9], [False, True, True], left_out=held).pieces == 4, "what is held out does not count"
+
+
+@pytest.mark.parametrize(("side", "span"), [("truncate_left", (15, 25)), ("truncate_right", (0, 10))])
+def test_long_documents_are_truncated(side: str, span: tuple[int, int]) -> None:
+    subject = sampler([25, 9], [False, True], long_documents=side)
+    assert [(piece.start, piece.stop) for piece in subject.in_order()] == [span, (0, 9)]
+    assert (subject.pieces, subject.dropped, subject.dropped_tokens, subject.longest) == (2, 0, 15, 10)
+    with pytest.raises(SamplerError, match=r"never split or cut: set data\.long_documents to drop"):
+        sampler([25, 9], [True, True], long_documents=side, pairs=True)
+
+
+def test_a_truncated_piece_without_a_target_is_left_out(tmp_path: Path) -> None:
+    """And counted; the store is read as training reads it."""
+    store = made(tmp_path, [{"input_ids": [65] * 40 + IDS, "labels": [-100] * 40 + IDS}, {"input_ids": IDS}])
+    options: dict[str, Any] = {"global_tokens": 1, "seed": 0, "max_length": 8, "held_out_share": 0.0}
+    left, right = (make_steps(store, long_documents=f"truncate_{side}", **options) for side in ("left", "right"))
+    assert isinstance(left, Sampler) and isinstance(right, Sampler)
+    assert (left.pieces, left.without_targets, right.pieces, right.without_targets) == (2, 0, 1, 1)
+    with pytest.raises(SamplerError, match="has 45 tokens, and 1 of 1 conversations"):
+        make_steps(store, long_documents=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("side", "dropped", "truncated", "read"),
+    [("drop", 1, 0, ["short"]), ("truncate_left", 0, 1, ["good" * 9, "short"]), ("truncate_right", 1, 0, ["short"])],
+)
+def test_prepare_has_the_same_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], side: str, dropped: int, truncated: int, read: list[str]
+) -> None:
+    """Cut at its end, the long conversation has no target left, so it is dropped. Texts stay as they are."""
+    short = [{**Q, "content": "q"}, {**GOOD, "content": "short"}]
+    records = [{"messages": [{**Q, "content": "Q" * 300}, {**GOOD, "content": "good" * 9}]}, {"messages": short}]
+    source = write_jsonl(tmp_path / "s.jsonl", [*records, {"text": "x" * 300}])
+    command = ["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store"), "--max-length=120"]
+    assert main(command) == 2
+    assert "s.jsonl:1 has 398 tokens, more than --max-length 120: give --long-documents drop" in capsys.readouterr().err
+    assert main([*command, "--long-documents", side]) == 0
+    told, store = capsys.readouterr().out, Store.open(tmp_path / "store")
+    assert [learnt_text(store, document) for document in range(len(store) - 1)] == read
+    assert ("dropped    1 conversations of more than 120 tokens" in told) == bool(dropped)
+    assert ("truncated  1 conversations to 120 tokens" in told) == bool(truncated)
+    assert store.lengths.max() == 301 and store.lengths[:-1].max() <= 120
+
+
+def test_pairs_are_dropped_but_not_truncated(tmp_path: Path) -> None:
+    with pytest.raises(ChatError, match="the prompt of a pair cannot be cut: give --long-documents drop"):
+        made(tmp_path, [{"prompt": "Q" * 300, "chosen": "a", "rejected": "b"}], max_length=100, long_documents="truncate_left")
+    with pytest.raises(ChatError, match="it must be one of error, drop, truncate_left, truncate_right"):
+        made(tmp_path, [{"messages": [Q, GOOD]}], max_length=100, long_documents="split")
