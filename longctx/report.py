@@ -44,7 +44,7 @@ def _first_line(run: Run, trainer: Trainer) -> str:
         start += f", the last step by train.steps {config.train.steps}: nothing to do"
     parameters = f"{format_count(model.spec.parameters)} parameters"
     if config.lora.rank is not None:
-        total = sum(parameter.numel() for parameter in model.parameters())
+        total = model.spec.parameters
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         parameters = f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
         parameters += f", peak learning rate {config.optimizer.learning_rate:g}"

@@ -17,7 +17,7 @@ from tests.family_cases import build
 
 VALUES = (
     *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
-    *(False, "grpo", "token_mask", "adamw", "cosine"),
+    *(False, "grpo", "token_mask", "adamw", "cosine", "nf4"),
     *(["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""
@@ -26,6 +26,7 @@ NEEDS = {
     "sizes are taken": "model.preset=tiny-moe",
     "lora.rank is not null": "model.from_pretrained=llama",
     "without LoRA": "model.from_pretrained=llama",
+    "cannot be quantized": "model.from_pretrained=llama",
     "can be balanced": "model.from_pretrained=llama",
     "masked.share is not null": "model.from_pretrained=bert",
     "linear attention is true": "model.from_pretrained=mamba2",

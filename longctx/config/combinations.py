@@ -176,8 +176,9 @@ def _rows() -> Iterator[Row]:
 
 
 def _objectives() -> Iterator[Row]:
-    for setting in ("lora.alpha is not null", "lora.target_modules is not all-linear"):
+    for setting in ("lora.alpha is not null", "lora.rank_stabilized is true", "lora.target_modules is not all-linear"):
         yield Row(setting, NO_LORA, "it has no effect without LoRA")
+    yield Row("lora.base is not null", NO_LORA, "weights that are trained cannot be quantized")
     yield Row("lora.rank is not null", NEW_MODEL, "adapters are trained on the weights of a checkpoint")
     yield Row("model.implementation is native", LORA, "the native decoder has no adapters")
     for setting in SPLIT:

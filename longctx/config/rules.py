@@ -11,7 +11,7 @@ from longctx.config.process_rules import process_rules
 from longctx.config.run import FLOAT8_ROWS, Config
 from longctx.errors import UserError, install, shell
 from longctx.model.context_extension import RopeError
-from longctx.model.options import ALL_LINEAR, LoraError
+from longctx.model.options import ALL_LINEAR, LoraError, QuantizationError
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import divisors
@@ -54,6 +54,8 @@ def _model(config: Config, error: UserError) -> Iterator[Problem]:
         yield Problem(
             f"model.{model.changed_rope[0][0]}", model.changed_rope[0][1], str(error), fix, ("model.from_pretrained",)
         )
+    elif isinstance(error, QuantizationError):
+        yield Problem("lora.base", lora.base, str(error), "omit it", ("model.from_pretrained",))
     elif not isinstance(error, LoraError):
         yield Problem("model.from_pretrained", model.from_pretrained, str(error), _without(config), ("model.implementation",))
     elif _installed("peft"):  # `_missing` says that it is not
@@ -78,6 +80,7 @@ def _missing(config: Config) -> Iterator[Problem]:
     """Yields the settings whose packages are not installed."""
     for key, value, package, extra in (
         ("lora.rank", config.lora.rank, "peft", "huggingface"),
+        ("lora.base", config.lora.base, "torchao", "gpu"),
         ("train.float8", config.train.float8, "torchao", "gpu"),
         ("optimizer.name", "adamw-8bit" if config.optimizer.name == "adamw-8bit" else None, "torchao", "gpu"),
     ):

@@ -108,11 +108,16 @@ class LoraSection(Section):
     DPO or a policy loss"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
+    rank_stabilized: bool = False
+    """scale by alpha / √rank instead, so that outputs do not shrink at high ranks (rsLoRA); set alpha with it"""
     dropout: float = Field(0.0, ge=0, le=1)
     """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
     layer but the output head (experts stored as one parameter are not linear layers)"""
+    base: Literal["nf4", "int8"] | None = None
+    """quantize the frozen linear layers of the blocks by torchao (extra `gpu`), as QLoRA does: nf4 takes 0.52 bytes per weight,
+    int8 1 byte; sharded like other weights, and expanded for each product (null: in train.dtype)"""
 
     @property
     def adapters(self) -> Lora | None:
@@ -120,7 +125,7 @@ class LoraSection(Section):
         if self.rank is None:
             return None
         targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
-        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets)
+        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base, self.rank_stabilized)
 
 
 class DpoSection(Section):

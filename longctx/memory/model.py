@@ -15,7 +15,7 @@ from longctx.memory.block import BlockMemory
 from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
-from longctx.planning.cost.work import layers_of_ranks
+from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
 from longctx.training.optimizer import state_bytes
 from longctx.training.optimizers import muon
@@ -27,14 +27,14 @@ class Memory:
 
     Attributes:
         moment: description of the moment.
-        parameters: shard of the weights, in float32; frozen weights in the compute dtype.
+        parameters: shard of the weights, in float32; frozen weights in the compute dtype, or quantized.
         optimizer: shard of the optimizer state.
-        gathered_weights: weights gathered from all shards, in the compute dtype.
+        gathered_weights: weights gathered from all shards, in the compute dtype, or quantized.
         gradients: whole gradients until they are reduced, then a shard.
         activations: tensors kept from forward for backward.
         remote_kv: K and V received from other ranks, copies sent to them, and gradients of both in backward.
-        working: temporary tensors of one block in backward, with the workspace of its attention kernel, or of the optimizer
-            for its largest parameter.
+        working: temporary tensors of one block in backward, with the workspace of its attention kernel and the largest
+            quantized matrix, expanded; or of the optimizer for its largest parameter.
         logits: one chunk of the loss.
         pipeline: receive buffers, and activations of further micro-batches in flight.
     """
@@ -89,6 +89,7 @@ class Weights:
             vocabulary matrix of the last stage, and a part of the root.
         stored: those of whose shards a rank has float32 values and optimizer state.
         matrices: those of `stored` that are in matrices of blocks.
+        spared: bytes that quantization saves in a block, compared with the compute dtype.
         largest: the largest parameter, or with adapters an upper bound.
     """
 
@@ -111,6 +112,7 @@ class Weights:
         self.stored = self.trained if spec.adapted else self.all
         self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
         matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
+        self.spared = ELEMENT_BYTES[config.dtype] * layer.quantized_parameters - layer.quantized_bytes
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
 
@@ -137,6 +139,8 @@ class RankMemory:
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else self.layers * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
+        # The largest quantized matrix: float32 values with indices or with the rounded matrix.
+        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:
@@ -147,6 +151,7 @@ class RankMemory:
         self.fixed = Memory("", pipeline=self.pipeline())
         if not (self.config.train.offload_optimizer and self.fused):
             parameters = FLOAT32 * weights.stored + self.block.number * (weights.all - weights.stored)
+            parameters -= self.layers * weights.spared
             optimizer = state_bytes(self.config.optimizer, weights.stored, weights.matrices) // shards
             self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
         # A pipeline adds up gradients, and reduces them after its last backward.
@@ -160,7 +165,7 @@ class RankMemory:
     def gathered(self, blocks: int) -> int:
         """Returns the bytes of gathered weights while `blocks` blocks are in use."""
         held = blocks if self.config.parallel.reshard_after == "block" else self.layers
-        return self.block.number * (self.weights.root + held * self.weights.block)
+        return self.block.number * (self.weights.root + held * self.weights.block) - held * self.weights.spared
 
     def pipeline(self) -> int:
         """Returns the bytes of further micro-batches in flight, and of one buffer per pipeline message."""
@@ -205,7 +210,7 @@ class RankMemory:
 
     def _block_moments(self) -> Iterator[Memory]:
         block = self.block
-        mlp, recomputed = block.kept("none", "mlp"), block.recomputed(self.recompute)
+        mlp, recomputed = block.kept("none", "mlp"), block.recomputed(self.recompute) + self.expanded
         # Gradients of the MLP's output and input for all tokens, with tensor parallelism.
         gathered = 2 * block.normed if self.split > 1 else 0
         sent_forward, sent_backward = self._exchanges()

@@ -1,8 +1,8 @@
 """LoRA (Hu et al., 2021) by peft: small trained matrices beside the frozen linear layers of a model of transformers.
 
-A layer computes W x + alpha / rank · B A x; only A [rank, in] and B [out, rank] are trained. Adapters are added before the
-model is sharded, and stay float32; frozen weights are kept in the compute dtype. Trained adapters are exported as a folder that
-peft loads, or merged into the weights.
+A layer computes W x + scale · B A x, where scale is alpha / rank by default; only A [rank, in] and B [out, rank] are trained.
+Adapters are added before the model is sharded, and stay float32; frozen weights are kept in the compute dtype, or quantized
+(`longctx.model.quantized`). Trained adapters are exported as a folder that peft loads, or merged into the weights.
 """
 
 import warnings
@@ -18,8 +18,9 @@ from torch import nn
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
-from longctx.model.options import ALL_LINEAR, Lora, LoraError
+from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError
 from longctx.model.protocol import generator_of
+from longctx.model.quantized import QuantizedLinear, quantize_layers
 from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
@@ -50,6 +51,7 @@ class AdaptedModel(TransformersModel):
     Attributes:
         adapted: names in transformers of the layers that have adapters.
         transposed: names of those whose weight is [in, out], as in GPT-2.
+        packed: quantized layers by the names of their weights.
     """
 
     def __init__(self, files: CheckpointFiles, lora: Lora, dtype: torch.dtype) -> None:
@@ -61,11 +63,17 @@ class AdaptedModel(TransformersModel):
         self.transposed = frozenset(name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear))
         if made := set(self.adapted) ^ _inject(self.hf, self.peft_config()):
             raise LoraError(f"peft adapts other layers than requested, they differ in {', '.join(sorted(made)[:5])}")
+        self.spec = with_adapters(self.spec, self.layers)
+        if lora.quantized is not None:
+            quantize_layers(self.layers, lora.quantized)
+            self.spec = with_quantized(self.spec, self.layers)
+        self.packed = {f"{name}.weight": layer for name, layer in self.named_modules() if isinstance(layer, QuantizedLinear)}
+        if lora.quantized is not None and not self.packed:
+            raise QuantizationError(f"{type(twin).__name__} has no linear layers of torch in its blocks")
         self.hf.eval()
         for parameter in self.parameters():
-            if not parameter.requires_grad:  # adapters stay float32
+            if not parameter.requires_grad and parameter.is_floating_point():  # adapters stay float32
                 parameter.data = parameter.data.to(dtype)
-        self.spec = with_adapters(self.spec, self.layers)
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
         """Draws A from Kaiming's uniform distribution, as peft, by `seed` and `name`; B is 0; others are the checkpoint's."""
@@ -75,7 +83,7 @@ class AdaptedModel(TransformersModel):
             bound = parameter.shape[1] ** -0.5
             generator = generator_of(name, seed, parameter.device)
             return torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
-        return super().initial_value(plain_name(name), parameter, seed)
+        return self.frozen(name, parameter.device).to(parameter.device, parameter.dtype)
 
     def groups(self) -> list[list[str]]:
         """As `Model.groups`, with adapters in the group of their layer, next to the weight that they adapt."""
@@ -93,9 +101,10 @@ class AdaptedModel(TransformersModel):
         """As `Model.to_checkpoint`, with adapters merged."""
         return super().to_checkpoint(merge(self, weights))
 
-    def frozen(self, name: str) -> torch.Tensor:
-        """Reads a frozen parameter or a buffer from the checkpoint, in float32."""
-        return self.conversion.read(plain_name(name).removeprefix(OURS))
+    def frozen(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Reads a frozen parameter or a buffer from the checkpoint, in float32, or quantized, on `device`, if it is here."""
+        value = self.conversion.read(plain_name(name).removeprefix(OURS))
+        return self.packed[name].pack(value.to(device)) if name in self.packed else value
 
     def describe(self) -> dict[str, Any]:
         """As `Model.describe`, with the adapters and the weights that they adapt, which the run's checkpoints lack."""
@@ -117,9 +126,14 @@ class AdaptedModel(TransformersModel):
             return ["it was trained without LoRA: remove lora.rank"]
         lines = super().differences({key: value for key, value in described.items() if key != "lora"})
         lines += [
-            f"lora.{name} is {getattr(self.lora, name)!r}, was {theirs[name]!r}"
-            for name in ("rank", "alpha")
-            if getattr(self.lora, name) != theirs[name]
+            f"lora.{setting} is {ours!r}, was {before!r}"
+            for setting, ours, before in (
+                ("rank", self.lora.rank, theirs["rank"]),
+                ("alpha", self.lora.alpha, theirs["alpha"]),
+                ("rank_stabilized", self.lora.rank_stabilized, theirs.get("rank_stabilized", False)),
+                ("base", self.lora.quantized, theirs.get("quantized")),
+            )
+            if ours != before
         ]
         if self._asked != theirs["target_modules"]:
             lines.append(f"lora.target_modules is {self._asked!r}, was {theirs['target_modules']!r}")
@@ -186,6 +200,7 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | No
     return LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        use_rslora=lora.rank_stabilized,
         lora_dropout=0.0,
         target_modules=sorted(ends if short else adapted),
         fan_in_fan_out=not isinstance(some, nn.Linear),
@@ -215,6 +230,19 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
                 adapter_parameters=sum(shape.numel() for shape in sizes.values()),
                 adapter_width=sum(shape[0] for name, shape in sizes.items() if name.endswith(A)),
             )
+        )
+    return replace(spec, layers=tuple(layers))
+
+
+def with_quantized(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
+    """Returns the sizes of a model with the quantized layers of its `blocks`."""
+    layers = []
+    for layer, block in zip(spec.layers, blocks, strict=True):
+        quantized = [module for module in block.modules() if isinstance(module, QuantizedLinear)]
+        sizes = [module.rows * module.columns for module in quantized]
+        packed = sum(module.weight.numel() for module in quantized)
+        layers.append(
+            replace(layer, quantized_parameters=sum(sizes), quantized_bytes=packed, largest_quantized=max(sizes, default=0))
         )
     return replace(spec, layers=tuple(layers))
 
@@ -251,6 +279,8 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
 def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
     """Merges the adapters of some layers into their weights, as peft does. Returns the parameters and buffers without adapters.
 
+    Quantized weights are expanded to float32 first, so that the result is what was trained.
+
     `weights` are whole tensors, named as in `model` or `model.hf`; the result has the same names without `.base_layer`. A
     merged weight has the dtype of the given frozen weight: give the checkpoint's dtype to lose no precision. Raises ValueError
     if A or B of a layer is missing.
@@ -259,6 +289,8 @@ def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
     for name, weight in weights.items():
         if name.endswith((A, B)):
             continue
+        if name in model.packed:
+            weight = model.packed[name].unpack(weight)
         layer = name.removesuffix(f"{BASE}weight")
         if layer != name and layer.removeprefix(OURS) in model.adapted:
             try:
@@ -267,7 +299,7 @@ def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
                 raise ValueError(
                     f"{name} is given without {missing.args[0]}: give a layer's weight with its adapters"
                 ) from None
-            added = (b.float() @ a.float()) * (model.lora.alpha / model.lora.rank)
+            added = (b.float() @ a.float()) * model.lora.scale
             if layer.removeprefix(OURS) in model.transposed:
                 added = added.T
             weight = (weight.float() + added).to(weight.dtype)

@@ -21,13 +21,24 @@ class LoraError(UserError):
     """Adapters that a model does not support."""
 
 
+class QuantizationError(LoraError):
+    """A model whose frozen weights cannot be quantized."""
+
+
 @dataclass(frozen=True)
 class Lora:
-    """Trained matrices of rank `rank` beside frozen linear layers, scaled by alpha / rank.
+    """Trained matrices of rank `rank` beside frozen linear layers, scaled by `scale`.
 
-    `target_modules` is "all-linear", or the names of layers.
+    `target_modules` is "all-linear", or the names of layers; `quantized` how frozen linear layers are kept: nf4, int8, or None.
     """
 
     rank: int
     alpha: float
     target_modules: str | tuple[str, ...] = ALL_LINEAR
+    quantized: str | None = None
+    rank_stabilized: bool = False
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or rank-stabilized alpha / √rank (Kalajdzievski, 2023)."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)

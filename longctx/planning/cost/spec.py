@@ -27,6 +27,8 @@ class LayerSpec:
             norm before either.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
         adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
+        quantized_parameters, quantized_bytes, largest_quantized: frozen parameters that are kept quantized, the bytes of all of
+            them, and the number in the largest matrix.
         experts, experts_per_token, expert_parameters: number of experts, of those that a token uses, and parameters of all of
             them, which are part of `matrix_parameters` and `idle_parameters`; 0 without experts.
         mlp_matrices: 3 in a gated MLP, 2 in a plain one.
@@ -49,6 +51,9 @@ class LayerSpec:
     idle_parameters: int = 0
     adapter_parameters: int = 0
     adapter_width: int = 0
+    quantized_parameters: int = 0
+    quantized_bytes: int = 0
+    largest_quantized: int = 0
     query_parameters: int = 0
     mlp_matrices: int = 3
     experts: int = 0

@@ -208,7 +208,8 @@ def _adapted(described: dict[str, Any]) -> Model:
     """
     values = described["lora"]
     targets = values["target_modules"]
-    lora = Lora(values["rank"], values["alpha"], targets if isinstance(targets, str) else tuple(targets))
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    lora = Lora(values["rank"], values["alpha"], targets, values.get("quantized"), values.get("rank_stabilized", False))
     try:
         base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:

@@ -1,0 +1,243 @@
+"""Quantized bases (QLoRA): equal to torchao and peft alone for every split over ranks; exports, memory, refusals."""
+
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("torchao")
+from torchao.quantization import Int8Tensor, PerRow
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+from longctx.cli import main
+from longctx.config import ConfigError, load
+from longctx.data.store import Store
+from longctx.memory.loads import loads
+from longctx.memory.model import estimate
+from longctx.model.lora import merge
+from longctx.model.quantized import BLOCK, QuantizedLinear
+from longctx.training.data import plan_steps
+from tests.lora_cases import (
+    gathered_losses,
+    make_checkpoint,
+    reference,
+    resumed,
+    resuming_fails,
+    run,
+    run_compiled,
+    run_with_checkpoints,
+    settings_of,
+)
+from tests.memory_cases import MODEL, peak_of_step_2
+from tests.training_cases import SMALL, make_store
+from tests.workers import Workers
+
+BASES = ("nf4", "int8")
+MODES = {
+    "auto": ["context.mode=auto", "batch.tokens_per_rank=200"],
+    "degree 1": ["context.mode=static", "context.degree=1", "batch.tokens_per_rank=300"],
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints"), "llama")
+
+
+def by_torchao(weight: torch.Tensor, base: str) -> Any:
+    scales = math.gcd(weight.numel() // BLOCK, 256)
+    return to_nf4(weight, BLOCK, scales) if base == "nf4" else Int8Tensor.from_hp(weight, PerRow())
+
+
+def expanded(weight: torch.Tensor, base: str) -> torch.Tensor:
+    made = by_torchao(weight, base)
+    values: torch.Tensor = made.get_original_weight() if base == "nf4" else made.dequantize()
+    return values
+
+
+def quantize(base: str, hf: Any) -> None:
+    """Quantizes the blocks of a model by torchao: as its tensors in nf4, which have a backward, and as values in int8."""
+    for layer in hf.layers.modules():
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight.detach()
+            kept = by_torchao(weight, base) if base == "nf4" else expanded(weight, base)
+            layer.weight = nn.Parameter(kept, requires_grad=False)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("rows", "columns"), [(192, 576), (128, 1024), (3, 64)])
+def test_values_are_those_of_torchao(base: str, rows: int, columns: int) -> None:
+    """Bit by bit, and so are products and gradients in bfloat16."""
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
+    layer = QuantizedLinear(nn.Linear(columns, rows), base)
+    layer.weight.copy_(layer.pack(weight))
+    assert torch.equal(layer.unpack(layer.weight), expanded(weight, base))
+    assert (layer.unpack(layer.weight) - weight).norm() < (0.1 if base == "nf4" else 0.01) * weight.norm()
+    x = torch.randn(2, 5, columns, dtype=torch.bfloat16, requires_grad=True)
+    layer.bias = None
+    layer(x).square().sum().backward()
+    other = x.detach().clone().requires_grad_()
+    nn.functional.linear(other, expanded(weight, base).bfloat16()).square().sum().backward()
+    assert x.grad is not None and other.grad is not None and torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.parametrize(("base", "value"), [("nf4", 0.0), ("nf4", 0.25), ("int8", 0.0)])
+def test_equal_weights_have_no_error(base: str, value: float) -> None:
+    """torchao itself divides by zero here in NF4."""
+    layer = QuantizedLinear(nn.Linear(64, 64), base)
+    weight = torch.full((64, 64), value)
+    torch.testing.assert_close(layer.unpack(layer.pack(weight)), weight)
+
+
+@pytest.mark.parametrize(
+    ("base", "ranks", "mode"), [("nf4", 1, "degree 1"), ("nf4", 2, "auto"), ("nf4", 3, "auto"), ("int8", 3, "auto")]
+)
+def test_steps_are_those_of_torchao_and_peft(
+    workers: Workers, store: Path, checkpoint: Path, tmp_path: Path, base: str, ranks: int, mode: str
+) -> None:
+    settings = settings_of(checkpoint, *MODES[mode], f"lora.base={base}")
+    results = workers.run(run, ranks, store, tmp_path, settings)
+    losses, last = reference(checkpoint, store, settings, results[0]["first"], quantize=partial(quantize, base))
+    plain, _ = reference(checkpoint, store, settings, results[0]["first"])
+    assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
+    assert losses != pytest.approx(plain, rel=1e-5), "a base that is not quantized would pass too"
+    assert ranks == 1 or all(result["split"] for result in results)
+    for name, value in last.items():
+        error = (results[0]["last"][name] - value).norm() / value.norm()
+        assert error < 1e-3, (name, error)
+    for result in results:
+        assert result["frozen stays"]
+        assert result["dtypes"] == ({"torch.float32", "torch.uint8"}, {"torch.float32"})
+
+
+def test_a_run_resumes_bit_by_bit_and_only_with_the_same_base(
+    workers: Workers, store: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(checkpoint, *MODES["auto"], "train.steps=2", "checkpoint.every=1", "lora.base=nf4")
+    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "whole/checkpoints/step-000001", other / "checkpoints/step-000001")
+    for base, was in (("int8", "'int8', was 'nf4'"), ("null", "None, was 'nf4'")):
+        said = workers.run(resuming_fails, 2, store, other, [*settings, f"lora.base={base}"])
+        assert f"lora.base is {was}" in said[0]
+    for weights in workers.run(resumed, 2, store, other, settings):
+        for name, value in ended.items():
+            assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_exports_are_adapters_of_the_plain_base_and_the_model_that_was_trained(
+    workers: Workers, store: Path, checkpoint: Path, tmp_path: Path, base: str
+) -> None:
+    settings = settings_of(checkpoint, *MODES["degree 1"], "train.steps=2", f"lora.base={base}", "train.dtype=bfloat16")
+    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapters")
+    for name, weight in loaded.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(weight, ended[name.removeprefix("base_model.model.")])
+        elif "base_layer" in name:
+            with torch.no_grad():
+                weight.copy_(expanded(weight, base))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    for name, weight in loaded.merge_and_unload().state_dict().items():
+        assert torch.equal(merged[name], weight), name
+
+
+def test_layers_without_adapters_are_quantized_too(checkpoint: Path) -> None:
+    given = settings_of(checkpoint, "lora.target_modules=[q_proj]", "lora.base=nf4", "batch.tokens_per_rank=300")
+    model = load(None, given).model_source().build()
+    assert {name.split(".")[-2] for name, weight in model.named_parameters() if weight.dtype == torch.uint8} == {
+        *("base_layer", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
+    merged = merge(model, values)
+    for name, weight in AutoModelForCausalLM.from_pretrained(checkpoint).named_parameters():
+        expected = expanded(weight, "nf4") if name.endswith("proj.weight") else weight
+        torch.testing.assert_close(merged[f"hf.{name}"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("setting", ["train.recompute=full", "train.recompute=norms", "parallel.reshard_after=step"])
+def test_the_run_is_the_same_with(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path, setting: str) -> None:
+    settings = settings_of(checkpoint, *MODES["auto"], "lora.base=nf4", "train.recompute=none")
+    plain = workers.run(run, 2, store, tmp_path / "plain", settings)[0]["losses"]
+    assert gathered_losses(workers.run(run, 2, store, tmp_path / "other", [*settings, setting])) == pytest.approx(
+        plain, rel=1e-5
+    )
+
+
+def test_rank_stabilized_adapters_are_those_of_peft(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
+    settings = settings_of(checkpoint, *MODES["auto"], "lora.rank_stabilized=true")
+    result = workers.run(run, 2, store, tmp_path / "steps", settings)[0]
+    losses, _ = reference(checkpoint, store, settings, result["first"], rank_stabilized=True)
+    assert result["losses"] == pytest.approx(losses, rel=1e-5)
+    settings.append("train.steps=2")
+    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]
+    changed = [*settings, "lora.rank_stabilized=false", "train.steps=3"]
+    assert "lora.rank_stabilized is False, was True" in workers.run(resuming_fails, 2, store, tmp_path / "run", changed)[0]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, tmp_path / "adapters").merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    assert ended and all(torch.equal(merged[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_no_breaks(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
+    settings = settings_of(checkpoint, *MODES["degree 1"], "lora.base=nf4")
+    plain = workers.run(run, 1, store, tmp_path / "plain", settings, 2)[0]["losses"]
+    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, store, tmp_path / "compiled", settings, 2)
+    assert losses == pytest.approx(plain, rel=1e-6)
+    assert (graphs, breaks) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama", ["lora.rank=null", "lora.alpha=null"], "weights that are trained cannot be quantized"),
+        ("llama", ["model.implementation=native"], "the native decoder has no adapters"),
+        ("llama", ["parallel.tensor_parallel_size=2"], "the frozen weights of LoRA are sharded over all ranks"),
+        ("llama", ["train.float8=rowwise"], "base weights are frozen"),
+        ("llama", ["lora.base=fp4"], "fp4"),
+        ("gpt2", [], "lora.base = nf4\n.*GPT2LMHeadModel has no linear layers of torch in its blocks"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, kind: str, settings: list[str], message: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, kind)
+    with pytest.raises(ConfigError, match=message):
+        load(None, settings_of(checkpoint, "batch.tokens_per_rank=300", "lora.base=nf4", *settings))
+
+
+@pytest.mark.parametrize(
+    ("base", "ranks", "others"), [("nf4", 2, ["context.mode=auto"]), ("int8", 1, ["train.dtype=bfloat16"])]
+)
+def test_the_memory_estimate_is_within_10_percent(
+    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, base: str, ranks: int, others: list[str]
+) -> None:
+    store = make_store(tmp_path)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 32}
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
+    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
+    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
+    given += ["data.max_length=2048", f"lora.base={base}"]
+    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
+    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
+    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
+    spec = config.model_source().spec
+    memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
+    assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
