@@ -67,8 +67,7 @@ def save_source(folder: Path) -> None:
     if kind == "deepseek_v3":  # transformers reads and writes a part of it in float32
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(folder)
     (folder / "additional_chat_templates").mkdir()
-    texts = {"tokenizer.json": Tokenizer.bytes().text, "chat_template.jinja": "{{ messages }}", "trainer_state.json": "{}"}
-    texts[SECOND] = "{{ tools }}"
+    texts = {
         "tokenizer.json": Tokenizer.bytes().text,
         "chat_template.jinja": "{{ messages }}",
         "trainer_state.json": "{}",
