@@ -186,7 +186,7 @@ def _parse(record: Record | Path, unused: Counter[str]) -> Iterator[_Rollout]:
         elif value is not None:
             values[ours] = value
     try:
-        _columns([*values])
+        _columns([key for key, value in record.values.items() if value is not None])
         yield from _rollouts(record.where, values)
     except FormatError as error:
         raise CorpusError(f"{record.where}: {error}") from error

@@ -114,17 +114,18 @@ def check_long(
 
     `unsplit`: words for documents that are never split, for these with a verb, and for what drop does; None: all may be.
     """
+    longest = int(np.where(taken, lengths, 0).argmax())
     if unsplit is not None and long_documents not in ("drop", "error"):
         raise SamplerError(
-            f"{count} {unsplit[0]} have more than the {max_length:,} tokens that fit, and {unsplit[1]} "
-            f"never split or cut: set data.long_documents to drop, {unsplit[2]}, raise data.max_length, or use more "
-            "ranks or more batch.tokens_per_rank"
+            f"{count} {unsplit[0]}, such as {name(longest)!r} with {lengths[longest]:,} tokens, have more than the "
+            f"{max_length:,} tokens that fit, and {unsplit[1]} never split or cut: set "
+            f"data.long_documents to drop, {unsplit[2]}, raise data.max_length, or use more ranks or more batch.tokens_per_rank"
         )
     if long_documents == "error":
-        longest = int(np.where(taken, lengths, 0).argmax())
+        ways = "split or drop" if unsplit is None else "drop"
         raise SamplerError(
             f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {count} of {int(taken.sum())} documents "
-            f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise "
+            f"have more than the {max_length:,} that fit: set data.long_documents to {ways}, raise "
             "data.max_length, or use more ranks or more batch.tokens_per_rank"
         )
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.data.corpus import open_corpus
 from longctx.data.group_sampler import GroupSampler
+from longctx.data.readers import CorpusError
 from longctx.data.rollout_records import RolloutReader
 from longctx.data.rollout_store import RolloutStore
 from longctx.data.sampler import SamplerError
@@ -148,7 +149,7 @@ def test_groups_are_whole_and_in_every_epoch_once(
         return GroupSampler(lengths, groups, global_tokens=tokens, seed=seed, **options)
 
     if (lengths > longest).any():
-        with pytest.raises(SamplerError, match="never split" if seed % 2 else "set data.long_documents"):
+        with pytest.raises(SamplerError, match="never split" if seed % 2 else "set data.long_documents to drop, raise"):
             make("split" if seed % 2 else "error")
     if not any(kept.values()):
         with pytest.raises(SamplerError, match="no rollout is left"):
@@ -232,6 +233,11 @@ def test_the_command_trains_and_says_what_is_not_used(tmp_path: Path, capfd: pyt
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(GOOD))
     assert main([*words, "--resume", "--train.steps=4"]) == 2
     assert "or its data.rollouts" in capfd.readouterr().err
+
+
+def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"rollouts need `prompt`, .* but there is only promt, completions, rewards"):
+        read(tmp_path, {"promt": [1], "completions": [[1], [2]], "rewards": [0, 1]})
 
 
 def test_a_divergence_without_a_reference_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
