@@ -7,15 +7,14 @@ plain and with longctx.trainers; it samples, which is not counted. Our own train
 same weights. All in turn, several rounds long, in the same processes with one thread each. Writes results/policy.csv.
 """
 
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness import Table, command, facts, options
 from longctx import load_config
 from longctx.data.rollouts import Rollouts
 from longctx.parallel.mesh import make_groups
@@ -23,40 +22,21 @@ from longctx.trainers import dynamic_context_parallel
 from longctx.training.build import sizes_of_groups
 from longctx.training.trainer import Trainer
 from trainer_trees import STEPS, made
-from trainers import StepTimes, of_all_ranks
+from trainers import StepTimes, in_rounds, of_all_ranks
 
 TOKENS_PER_RANK, PROFILE = 8192, "cpu-2core"
 COLUMNS = ["way", "round", "slowest_of_steps_cpu_s", "first_loss", "first_grad_norm"]
 
 
 def main() -> None:
-    parser = options(__doc__, "policy.csv")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = []
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders)
-        folder = Path(folders[0])
-        for number in range(arguments.rounds):
-            plain, _ = by_trl(folder, dynamic=False)
-            dynamic, rollouts = by_trl(folder, dynamic=True)
-            ways = {"TRL": plain, "longctx.trainers": dynamic, "longctx train": by_ours(folder, rollouts)}
-            rows += [{"way": way, "round": number, **found} for way, found in ways.items()]
-            if dist.get_rank() == 0:
-                print(*rows[-3:], sep="\n", flush=True)
-    if dist.get_rank() == 0:
-        table = Table(
-            arguments.out,
-            COLUMNS,
-            facts("torch", "transformers", "trl", "longctx") | {"command": command(arguments.out)},
-            overwrite=True,
-        )
-        for row in rows:
-            table.append(row)
-    dist.barrier()
+    in_rounds(__doc__, "policy.csv", COLUMNS, by_round)
+
+
+def by_round(number: int, folder: Path) -> Iterator[dict[str, Any]]:
+    yield {"way": "TRL", "round": number, **by_trl(folder, dynamic=False)[0]}
+    dynamic, rollouts = by_trl(folder, dynamic=True)
+    yield {"way": "longctx.trainers", "round": number, **dynamic}
+    yield {"way": "longctx train", "round": number, **by_ours(folder, rollouts)}
 
 
 def by_trl(folder: Path, *, dynamic: bool) -> tuple[dict[str, Any], list[Rollouts]]:

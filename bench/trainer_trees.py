@@ -7,8 +7,8 @@ DPO: 16 pairs per step, prompts of 512 to 1,023 tokens with answers of 64 to 127
 turn, several rounds long, in the same processes with one thread each. Writes results/trainer-trees.csv.
 """
 
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import trl
 
-from harness import Table, command, facts, options
 from longctx.trainers import dynamic_context_parallel
-from trainers import StepTimes, model, of_all_ranks, tokenizer
+from trainers import StepTimes, in_rounds, model, of_all_ranks, tokenizer
 
 STEPS = 3
 """The first one is not counted."""
@@ -35,28 +34,13 @@ COLUMNS = ["trainer", "way", "round", "slowest_of_steps_cpu_s", "tokens_after_me
 
 
 def main() -> None:
-    parser = options(__doc__, "trainer-trees.csv")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = []
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders)
-        folder = Path(folders[0])
-        for number in range(arguments.rounds):
-            for kind in ("DPO", "GRPO"):
-                for way, merging in WAYS.items():
-                    rows.append({"trainer": kind, "way": way, "round": number} | measured(kind, merging, folder))
-                    if dist.get_rank() == 0:
-                        print(rows[-1], flush=True)
-    if dist.get_rank() == 0:
-        known = facts("torch", "transformers", "trl", "longctx") | {"command": command(arguments.out)}
-        table = Table(arguments.out, COLUMNS, known, overwrite=True)
-        for row in rows:
-            table.append(row)
-    dist.barrier()
+    in_rounds(__doc__, "trainer-trees.csv", COLUMNS, by_round)
+
+
+def by_round(number: int, folder: Path) -> Iterator[dict[str, Any]]:
+    for kind in ("DPO", "GRPO"):
+        for way, merging in WAYS.items():
+            yield {"trainer": kind, "way": way, "round": number} | measured(kind, merging, folder)
 
 
 def measured(kind: str, merging: dict[str, Any] | None, folder: Path) -> dict[str, Any]:

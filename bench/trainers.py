@@ -13,8 +13,9 @@ a GPU it computes only those inside documents.
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -72,22 +73,36 @@ def ways(ranks: int) -> list[Way]:
 
 
 def main() -> None:
-    parser = options(__doc__, "trainers.csv")
+    def by_round(number: int, folder: Path) -> Iterator[dict[str, Any]]:
+        for way in ways(dist.get_world_size()):
+            yield {"way": way.name, "round": number} | measured(way, str(folder))
+
+    in_rounds(__doc__, "trainers.csv", COLUMNS, by_round)
+
+
+def in_rounds(
+    doc: str | None, name: str, columns: list[str], by_round: Callable[[int, Path], Iterator[dict[str, Any]]]
+) -> None:
+    """Runs a benchmark over the processes of torchrun, round by round, and writes its rows. All ranks share a folder."""
+    parser = options(doc, name)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    rank, rows = dist.get_rank(), []
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
         for number in range(arguments.rounds):
-            for way in ways(ranks):
-                rows.append({"way": way.name, "round": number} | measured(way, folder))
+            for row in by_round(number, Path(folders[0])):
+                rows.append(row)
                 if rank == 0:
-                    print(rows[-1], flush=True)
+                    print(row, flush=True)
+        dist.barrier()  # before the folder goes
     if rank == 0:
-        known = facts("torch", "transformers", "trl", "longctx") | {"ranks": str(ranks), "command": command(arguments.out)}
-        table = Table(arguments.out, COLUMNS, known, overwrite=True)
+        known = facts("torch", "transformers", "trl", "longctx")
+        known |= {"ranks": str(dist.get_world_size()), "command": command(arguments.out)}
+        table = Table(arguments.out, columns, known, overwrite=True)
         for row in rows:
             table.append(row)
     dist.barrier()
