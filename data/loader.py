@@ -277,7 +277,7 @@ def read_step(
     else:
         documents = merged.tokens, merged.labels
         micro_batches, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
-        names = _names_of_merged(names, merged)
+        names = names_of_merged(names, merged)
     return StepBatch(
         step=step,
         plan=plan,
@@ -300,7 +300,7 @@ def count_targets(store: Store, piece: Piece, masking: Masking | None) -> int:
     return store.target_tokens(piece.document, piece.start, piece.stop)
 
 
-def _names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:
+def names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:
     """Returns the names of merged documents, each by its first sequence."""
     together: list[list[str]] = [[] for _ in merged.tokens]
     for name, (document, _) in zip(names, merged.rows, strict=True):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.loader import Planner
+from longctx.data.loader import Planner, names_of_merged
 from longctx.data.merging import Merging
 from longctx.data.packing import Ids, StepBatch, Tokens, pack_documents
 from longctx.errors import UserError
@@ -217,6 +217,7 @@ def pack_rollouts(
         targets = np.where(learned, np.asarray(completion, np.int64), IGNORED_LABEL)
         labels.append(np.concatenate([np.full(len(prompt), IGNORED_LABEL), targets]))
     merged = None if merging is None else merging.merge(sequences, labels)
+    names = [f"rollout {number}" for number in range(len(sequences))]
     if merged is None:
         plan = planner([len(tokens) for tokens in sequences])
         packed, _ = pack_documents(plan, rank, sequences, labels, pad_to_multiple_of=pad_to_multiple_of)
@@ -224,11 +225,11 @@ def pack_rollouts(
         plan = planner(merged.lengths, trees=merged.trees)
         documents = merged.tokens, merged.labels
         packed, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
-    first = {document: sequence for sequence, (document, _) in reversed([*enumerate(merged.rows if merged else ())])}
+        names = names_of_merged(names, merged)
     return RolloutBatch(
         step=step,
         plan=plan,
-        documents=tuple(f"rollout {first.get(document, document)}" for document in range(len(plan.lengths))),
+        documents=tuple(names),
         tokens=sum(map(len, sequences)),
         target_tokens=int(rollouts.counts.sum()),
         micro_batches=tuple(packed),

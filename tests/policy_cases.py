@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from longctx.model.huggingface import OURS
 from longctx.model.pretrained_decoder import PretrainedDecoder
 from longctx.parallel.mesh import make_groups
 from longctx.training.build import sizes_of_groups
-from longctx.training.passes import Passes
 from longctx.training.trainer import Trainer
 from tests.lora_cases import ALPHA, RANK, Tensors, weights_of, whole
 from tests.native_cases import everyones
@@ -175,7 +175,7 @@ def make_trainer(checkpoint: Path, settings: list[str], policy: PolicySection | 
 
 def step(checkpoint: Path, settings: list[str], policy: PolicySection, rollouts: Rollouts) -> dict[str, Any]:
     """On each rank: metrics and gradients of a step, log p of the rollouts before, and how often a pass had no gradients."""
-    trainer, gradients, looks = make_trainer(checkpoint, settings, policy), Tensors(), list[int]()
+    trainer, gradients = make_trainer(checkpoint, settings, policy), Tensors()
     first = weights_of(trainer)[0] if "lora.rank=4" in settings else {}
     model, before = trainer.model, trainer.log_probabilities(rollouts)
 
@@ -186,10 +186,9 @@ def step(checkpoint: Path, settings: list[str], policy: PolicySection, rollouts:
         gradients.update(everyones(model, named) if isinstance(model, PretrainedDecoder) else named)
 
     trainer.optimizer.register_step_pre_hook(look)
-    original = Passes.look
-    trainer.passes.look = lambda *given: (looks.append(1), original(trainer.passes, *given))[1]  # type: ignore[method-assign]
-    metrics = trainer.step(rollouts)
-    return {"metrics": metrics, "gradients": gradients, "looks": len(looks), "before": before, "first": first}
+    with mock.patch.object(trainer.passes, "look", wraps=trainer.passes.look) as looked:
+        metrics = trainer.step(rollouts)
+    return {"metrics": metrics, "gradients": gradients, "looks": looked.call_count, "before": before, "first": first}
 
 
 def log_probabilities(

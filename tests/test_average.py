@@ -8,7 +8,7 @@ import torch
 
 from longctx.cli import main
 from longctx.training.saved.export import ExportError, export
-from tests.average_cases import average_of, exported, run
+from tests.average_cases import DECAY, average_of, exported, run
 from tests.training_cases import SMALL, make_store, train_then_save
 from tests.workers import Workers
 
@@ -55,7 +55,9 @@ def test_a_run_resumes_bit_by_bit_and_exports_its_average(workers: Workers, stor
     assert not any(torch.equal(by_step[name], averages[name]) for name in by_step)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
     other = workers.run(run, 1, store, tmp_path / "run", settings, 1, True)[0]
-    assert len(other["averages"]) == len(whole["averages"])
+    for name, average in other["averages"].items():
+        expected = whole["averages"][name].lerp(other["after"][-1][name], 1 - DECAY)
+        torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_an_average_that_is_not_there_is_named(

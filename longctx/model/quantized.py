@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Product.apply(x, self.weight, self.base, self.rows, self.columns)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Product.apply(x, self.weight, self.base, self.rows, self.columns)  # type: ignore[no-untyped-call]  # torch's own
         return out if self.bias is None else out + self.bias
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,11 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def reshard(model: nn.Module) -> None:
     """Frees gathered weights, which a pass without backward keeps."""
     for module in sharded_modules(model):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
 from longctx.parallel.expert import sparse_layers
+from longctx.parallel.sharding import local_part
 from longctx.training.optimizers.average import keep_average
 from longctx.training.optimizers.muon import Muon, is_first_copy
 
@@ -128,13 +129,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: float) -> None:
     """Scales all gradients, whose norm is `norm`, so that it is at most `max_norm` (None: no scaling)."""
     if max_norm is not None and norm > max_norm:
-        torch._foreach_mul_([_local(each.grad) for each in parameters if each.grad is not None], max_norm / norm)
+        torch._foreach_mul_([local_part(each.grad) for each in parameters if each.grad is not None], max_norm / norm)
 
 
 @torch.no_grad()
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
     """Returns the sum of squares of this process's parts of tensors sharded over all processes; replicas count once."""
-    counted = [_local(tensor) for tensor in tensors if is_first_copy(tensor)]
+    counted = [local_part(tensor) for tensor in tensors if is_first_copy(tensor)]
     # In float32 a CPU sums naively: over 10⁸ numbers the norm would be 2 % too small.
     squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum() if counted else torch.zeros(())
     return float(squares)
@@ -146,7 +147,3 @@ def norm_of(sums: torch.Tensor) -> float:
     Norm and factor must be, so that replicas of a weight stay equal.
     """
     return math.sqrt(math.fsum(sums.flatten().tolist()))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from longctx.parallel.sharding import local_part
 
 AVERAGE = "average"
 """Name of the average of a parameter in the state of the optimizer."""
@@ -24,8 +25,8 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
         old, new = [], []
         for parameter, state in optimizer.state.items():
             if AVERAGE in state:
-                old.append(_local(state[AVERAGE]))
-                new.append(_local(parameter))
+                old.append(local_part(state[AVERAGE]))
+                new.append(local_part(parameter))
             else:
                 state[AVERAGE] = parameter.detach().clone()
         if old:
@@ -42,7 +43,7 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def exchange() -> None:
         for parameter, state in optimizer.state.items():
             if AVERAGE in state:
-                ours, theirs = _local(parameter), _local(state[AVERAGE])
+                ours, theirs = local_part(parameter), local_part(state[AVERAGE])
                 kept = ours.clone()
                 ours.copy_(theirs)
                 theirs.copy_(kept)
@@ -52,7 +53,3 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         exchange()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

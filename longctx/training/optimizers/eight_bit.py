@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from longctx.parallel.sharding import local_part
+
 BLOCK = 256
 SMALLEST = 4096
 """Parameters with fewer numbers have moments in float32, as in torchao."""
@@ -18,7 +20,7 @@ class EightBit(AdamW8bit):  # type: ignore[misc]  # torchao is untyped
     """torchao's AdamW, whose moments are in 8 bits where a rank's rows of a parameter consist of whole blocks."""
 
     def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
-        local = p.to_local() if isinstance(p, DTensor) else p
+        local = local_part(p)
         if p.numel() < SMALLEST or local.shape[-1] % BLOCK or not local.numel():
             return torch.zeros_like(p)
         zeros = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
@@ -35,7 +37,7 @@ def plain(moments: dict[str, Any]) -> dict[str, Any]:
     """Returns moments by name, of which 8-bit ones are replaced by their codes and scales, in the same memory."""
     result = {}
     for name, value in moments.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = local_part(value)
         if not isinstance(local, OptimState8bit):
             result[name] = value
             continue

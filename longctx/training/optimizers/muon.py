@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr, _zeropower_via_newtonschulz
 
 from longctx.parallel.all_to_all import exchange_rows
+from longctx.parallel.sharding import local_part
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 AT_ONCE = 1 << 26
@@ -146,8 +147,7 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a parameter, or of a tensor like it, as [rows of all its matrices, columns]."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.flatten(0, -2)
+    return local_part(tensor).flatten(0, -2)
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int, int, int, bool]:
