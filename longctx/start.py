@@ -140,7 +140,8 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     size = 0
     if config.checkpoint.every is not None:
         trained = spec.trained_parameters
-        size = torch.float32.itemsize * trained + state_bytes(config.optimizer, trained, spec.trained_matrices)
+        weights = trained if spec.adapted else spec.parameters
+        size = torch.float32.itemsize * weights + state_bytes(config.optimizer, trained, spec.trained_matrices)
     saved, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )

@@ -181,6 +181,7 @@ def _objectives() -> Iterator[Row]:
     yield Row("lora.base is not null", NO_LORA, "weights that are trained cannot be quantized")
     yield Row("lora.rank is not null", NEW_MODEL, "adapters are trained on the weights of a checkpoint")
     yield Row("model.implementation is native", LORA, "the native decoder has no adapters")
+    yield Row("train.freeze is not null", LORA, "all weights but the adapters are frozen already")
     for setting in SPLIT:
         yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
     yield Row("dpo.label_smoothing > 0", NO_DPO, "it has no effect without DPO")

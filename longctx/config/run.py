@@ -52,6 +52,14 @@ class Config(BaseModel):
 
         Raises ConfigError if the sizes are inconsistent, PretrainedError if the checkpoint cannot be used.
         """
+        if self.train.freeze is not None and self.lora.rank is None:
+            from longctx.model.frozen import partly_frozen  # planning reads settings without torch
+
+            trained = self.changed({"train.freeze": None})
+            source = trained.model_source(vocab_size)
+            known = source.spec.vocab_size is not None
+            sized: Any = source if known else trained.model_source(256)  # any number of entries tells what is frozen
+            return partly_frozen(sized, tuple(self.train.freeze), known)
         if self.model.from_pretrained is None:
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
         parallel = self.parallel

@@ -366,6 +366,9 @@ class TrainSection(Section):
     """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on a CPU)"""
     run_dir: AnyPath = Path("runs/default")
     """folder for metrics, checkpoints and the resolved settings"""
+    freeze: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    """regular expressions, such as [embed, "layers\\.[0-9]\\."], that are searched in names of parameters as those of
+    optimizer.groups: what matches keeps its initial values, without gradients and optimizer state (null: all are trained)"""
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400)
     """timeout of collectives in seconds; a rank silent for longer counts as dead"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

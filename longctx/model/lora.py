@@ -31,7 +31,7 @@ BASE = ".base_layer."
 PEFT_PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AdaptedSource(TransformersSource):
     """A checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`.
 

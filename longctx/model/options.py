@@ -25,6 +25,10 @@ class QuantizationError(LoraError):
     """A model whose frozen weights cannot be quantized."""
 
 
+class FreezeError(UserError):
+    """Patterns that match no parameter, or all parameters, of a model."""
+
+
 @dataclass(frozen=True)
 class Lora:
     """Trained matrices of rank `rank` beside frozen linear layers, scaled by `scale`.

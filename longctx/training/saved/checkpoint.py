@@ -222,7 +222,7 @@ def _read_state(folder: Path) -> Checkpoint:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns all tensors of a checkpoint, sharded as they are; of a partly frozen model only the trained weights."""
+    """Returns all tensors of a checkpoint, sharded as they are; of a model with adapters only these."""
     weights, optimizer_state = _state(model, optimizer)
     return {"model": weights, "optimizer": _moments(optimizer_state)}
 
@@ -235,23 +235,34 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     weights, optimizer_state = _state(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": _moments(optimizer_state)}
     _load(state, checkpoint.folder, "to --resume from the previous checkpoint", group)
+    if not optimizer_state:
+        set_model_state_dict(model, state["model"])
+        return
     optimizer_state = {**optimizer_state, **state["optimizer"]}
-    options = replace(BY_NAME, strict=all(parameter.requires_grad for parameter in model.parameters()))
+    options = replace(BY_NAME, strict=_saved(model) is None)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns weights and optimizer state; of a partly frozen model only the trained weights."""
+    """Returns weights and optimizer state; of a model with adapters only these."""
+    if not optimizer.param_groups[0]["params"]:  # a rank without trained weights, whose optimizer torch takes for damaged
+        return get_model_state_dict(model), {}
     new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     if new:  # torch has made its state by a step with gradients of zero, which leaves moments at zero, but counts
         for value in (value for values in optimizer.state.values() for value in values.values()):
             if isinstance(value, torch.Tensor) and not value.dim():
                 value.zero_()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if len(trained) < len(list(model.parameters())):
-        weights = {name: weight for name, weight in weights.items() if name in trained}
-    return weights, moments
+    saved = _saved(model)
+    return (weights if saved is None else {name: weights[name] for name in weights if name in saved}), moments
+
+
+def _saved(model: nn.Module) -> set[str] | None:
+    """Returns the names of the weights that checkpoints have: adapters without their base, or all (None)."""
+    spec: Any = model.spec
+    if not spec.adapted:
+        return None
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _moments(optimizer_state: dict[str, Any]) -> dict[str, Any]:
@@ -328,10 +339,9 @@ class SavedWeights:
 def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Reads only the weights into a model sharded over any number of ranks. Collective.
 
-    Of a partly frozen model only the trained weights are read. Raises CheckpointError.
+    Of a model with adapters only these are read. Raises CheckpointError.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    whole = len(trained) == len(list(model.parameters()))
-    weights = {name: weight for name, weight in get_model_state_dict(model).items() if whole or name in trained}
+    saved = _saved(model)
+    weights = {name: weight for name, weight in get_model_state_dict(model).items() if saved is None or name in saved}
     _load({"model": weights}, checkpoint.folder, EARLIER, group)
-    set_model_state_dict(model, weights, options=StateDictOptions(strict=whole))
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=saved is None))
