@@ -129,13 +129,13 @@ def reference(
     first: Tensors,
     target_modules: Any = "all-linear",
     quantize: Callable[[Any], None] = lambda blocks: None,
-    rank_stabilized: bool = False,
+    **options: Any,
 ) -> tuple[list[float], Tensors]:
     """Returns losses and adapters of one process on one document after another, with plain peft and eager attention."""
     config = load(None, [*SMALL, *settings, f"data.store={store}"])
     hf = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32)
     quantize(hf.base_model)
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, use_rslora=rank_stabilized, target_modules=target_modules, lora_dropout=0.0)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=target_modules, lora_dropout=0.0, **options)
     model = get_peft_model(hf, lora).eval()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     assert {name.removeprefix("base_model.model.") for name in trained} == set(first)

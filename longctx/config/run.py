@@ -107,8 +107,8 @@ class Config(BaseModel):
         """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Experts and linear attention are not compiled; tiles would compile every block again for every number of tiles.
-        if device != "cuda" or self.watches_checkpoint:
+        # Experts, linear attention and DoRA are not compiled; tiles would compile every block again for every number of tiles.
+        if device != "cuda" or self.watches_checkpoint or self.lora.dora:
             return False
         if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
             return False

@@ -110,6 +110,8 @@ class LoraSection(Section):
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     rank_stabilized: bool = False
     """scale by alpha / √rank instead, so that outputs do not shrink at high ranks (rsLoRA); set alpha with it"""
+    dora: bool = False
+    """also train the length of each row of the adapted weights (DoRA); each pass computes the lengths from the whole weights"""
     dropout: float = Field(0.0, ge=0, le=1)
     """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
@@ -125,7 +127,7 @@ class LoraSection(Section):
         if self.rank is None:
             return None
         targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
-        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base, self.rank_stabilized)
+        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base, self.rank_stabilized, self.dora)
 
 
 class DpoSection(Section):
@@ -340,7 +342,7 @@ class TrainSection(Section):
     capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)"""
     compile: bool | None = None
     """compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not with tensor
-    parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)"""
+    parallelism, schedule zero-bubble or lora.dora, which cannot be compiled, nor with mlp_tile_tokens)"""
     recompute: Recompute = "none"
     """activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, RoPE and
     activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but attention; full:

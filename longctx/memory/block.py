@@ -98,7 +98,7 @@ class BlockMemory:
         yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
         yield Entry("attention", "further norms", self._size(self.layer.attention_norms, self.norm_bytes), NONE)
-        yield Entry("attention", "between adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
+        yield Entry("attention", "of adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
 
     def _swap(self) -> Iterator[Entry]:
         if not self.swapped_share:

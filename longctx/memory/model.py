@@ -150,8 +150,9 @@ class RankMemory:
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else self.layers * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
-        # The largest quantized matrix: float32 values with indices or with the rounded matrix.
-        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized
+        # The largest quantized matrix: float32 values with indices or with the rounded matrix. Of the largest weight that DoRA
+        # measures: the adapter's product, scaled, and their sum.
+        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized + 3 * self.block.number * self.layer.largest_measured
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:

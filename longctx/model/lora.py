@@ -1,6 +1,7 @@
 """LoRA (Hu et al., 2021) by peft: small trained matrices beside the frozen linear layers of a model of transformers.
 
 A layer computes W x + scale · B A x, where scale is alpha / rank by default; only A [rank, in] and B [out, rank] are trained.
+With DoRA (Liu et al., 2024) each row of W + scale · B A is scaled to a trained length, at first that of W's row.
 Adapters are added before the model is sharded, and stay float32; frozen weights are kept in the compute dtype, or quantized
 (`longctx.model.quantized`). Trained adapters are exported as a folder that peft loads, or merged into the weights.
 """
@@ -26,7 +27,8 @@ from longctx.planning.cost.spec import ModelSpec
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-ADAPTERS = (A, B)
+LENGTHS = f".lora_magnitude_vector.{ADAPTER}.weight"
+ADAPTERS = (A, B, LENGTHS)
 BASE = ".base_layer."
 PEFT_PREFIX = "base_model.model."
 
@@ -58,7 +60,8 @@ class AdaptedModel(TransformersModel):
         """Builds the model on torch's default device. Raises LoraError if `lora` does not fit the model."""
         super().__init__(files)
         twin = self.conversion.twin
-        self.lora = lora
+        self.lora, self.dtype = lora, dtype
+        self.ends = ADAPTERS if lora.dora else (A, B)
         self.adapted = find_targets(twin, lora.target_modules)
         self.transposed = frozenset(name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear))
         if made := set(self.adapted) ^ _inject(self.hf, self.peft_config()):
@@ -76,14 +79,26 @@ class AdaptedModel(TransformersModel):
                 parameter.data = parameter.data.to(dtype)
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """Draws A from Kaiming's uniform distribution, as peft, by `seed` and `name`; B is 0; others are the checkpoint's."""
+        """Draws A from Kaiming's uniform distribution, as peft, by `seed` and `name`; B is 0; others are the checkpoint's.
+
+        Lengths are those of the rows of the weight as it is kept.
+        """
         if name.endswith(B):
             return torch.zeros_like(parameter)
         if name.endswith(A):
             bound = parameter.shape[1] ** -0.5
             generator = generator_of(name, seed, parameter.device)
             return torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
+        if name.endswith(LENGTHS):
+            layer = name.removesuffix(LENGTHS)
+            weight = self.frozen(f"{layer}.weight").to(parameter.device, self.dtype).to(parameter.dtype)
+            return self.lengths(layer, weight)
         return self.frozen(name, parameter.device).to(parameter.device, parameter.dtype)
+
+    def lengths(self, layer: str, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the length of the row of each output of a layer's weight."""
+        length: torch.Tensor = torch.linalg.norm(weight, dim=0 if layer.removeprefix(OURS) in self.transposed else 1)
+        return length
 
     def groups(self) -> list[list[str]]:
         """As `Model.groups`, with adapters in the group of their layer, next to the weight that they adapt."""
@@ -94,7 +109,7 @@ class AdaptedModel(TransformersModel):
         layer, _, last = name.rpartition(".")
         if layer.removeprefix(OURS) not in self.adapted:
             return [name]
-        beside = [layer + A, layer + B] if last == "weight" else []
+        beside = [layer + end for end in self.ends] if last == "weight" else []
         return [f"{layer}{BASE}{last}", *beside]
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
@@ -131,6 +146,7 @@ class AdaptedModel(TransformersModel):
                 ("rank", self.lora.rank, theirs["rank"]),
                 ("alpha", self.lora.alpha, theirs["alpha"]),
                 ("rank_stabilized", self.lora.rank_stabilized, theirs.get("rank_stabilized", False)),
+                ("dora", self.lora.dora, theirs.get("dora", False)),
                 ("base", self.lora.quantized, theirs.get("quantized")),
             )
             if ours != before
@@ -201,6 +217,7 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | No
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         use_rslora=lora.rank_stabilized,
+        use_dora=lora.dora,
         lora_dropout=0.0,
         target_modules=sorted(ends if short else adapted),
         fan_in_fan_out=not isinstance(some, nn.Linear),
@@ -228,10 +245,22 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
             replace(
                 layer,
                 adapter_parameters=sum(shape.numel() for shape in sizes.values()),
-                adapter_width=sum(shape[0] for name, shape in sizes.items() if name.endswith(A)),
+                # With DoRA also the outputs of the layer and of its adapter.
+                adapter_width=sum(shape[0] * count for name, shape in sizes.items() if (count := _kept(name))),
+                largest_measured=max((_measured(block, name) for name in sizes if name.endswith(LENGTHS)), default=0),
             )
         )
     return replace(spec, layers=tuple(layers))
+
+
+def _kept(name: str) -> int:
+    """Returns how many tensors per token, as wide as a parameter of adapters has rows, are kept for backward."""
+    return 1 if name.endswith(A) else 2 if name.endswith(LENGTHS) else 0
+
+
+def _measured(block: nn.Module, name: str) -> int:
+    """Returns the size of the weight whose rows' lengths are the parameter `name` of a block."""
+    return block.get_parameter(name.removesuffix(LENGTHS) + f"{BASE}weight").numel()
 
 
 def with_quantized(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
@@ -261,7 +290,7 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
     from safetensors.torch import save_file
 
     by_name = {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
-    expected = [name + end for name in model.adapted for end in (A, B)]
+    expected = [name + end for name in model.adapted for end in model.ends]
     missing = [name for name in expected if name not in by_name]
     if missing:
         raise ValueError(f"{len(missing)} of {len(expected)} adapter weights are missing: {', '.join(missing[:3])}, ..")
@@ -269,11 +298,15 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
     config = model.peft_config()
     config.base_model_name_or_path, config.inference_mode = str(model.files.folder), True
     config.save_pretrained(folder)
-    written = {
-        PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): by_name[name].detach().to("cpu", torch.float32).contiguous()
-        for name in expected
-    }
+    written = {PEFT_PREFIX + _in_file(name): by_name[name].detach().to("cpu", torch.float32).contiguous() for name in expected}
     save_file(written, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _in_file(name: str) -> str:
+    """Returns the name of an adapter's weight in peft's files."""
+    if name.endswith(LENGTHS):
+        return name.removesuffix(f".{ADAPTER}.weight")
+    return name.replace(f".{ADAPTER}.", ".")
 
 
 def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
@@ -287,14 +320,14 @@ def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
     """
     merged: Tensors = {}
     for name, weight in weights.items():
-        if name.endswith((A, B)):
+        if name.endswith(ADAPTERS):
             continue
         if name in model.packed:
             weight = model.packed[name].unpack(weight)
         layer = name.removesuffix(f"{BASE}weight")
         if layer != name and layer.removeprefix(OURS) in model.adapted:
             try:
-                a, b = weights[layer + A], weights[layer + B]
+                a, b, *lengths = (weights[layer + end] for end in model.ends)
             except KeyError as missing:
                 raise ValueError(
                     f"{name} is given without {missing.args[0]}: give a layer's weight with its adapters"
@@ -302,6 +335,10 @@ def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
             added = (b.float() @ a.float()) * model.lora.scale
             if layer.removeprefix(OURS) in model.transposed:
                 added = added.T
-            weight = (weight.float() + added).to(weight.dtype)
+            whole = weight.float() + added
+            for length in lengths:
+                factor = length.float() / model.lengths(layer, whole)
+                whole = (factor if layer.removeprefix(OURS) in model.transposed else factor[:, None]) * whole
+            weight = whole.to(weight.dtype)
         merged[plain_name(name)] = weight
     return merged

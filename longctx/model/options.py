@@ -34,6 +34,7 @@ class Lora:
     """Trained matrices of rank `rank` beside frozen linear layers, scaled by `scale`.
 
     `target_modules` is "all-linear", or the names of layers; `quantized` how frozen linear layers are kept: nf4, int8, or None.
+    With `dora`, the length of each row of an adapted weight is trained by itself (Liu et al., 2024).
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Lora:
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     quantized: str | None = None
     rank_stabilized: bool = False
+    dora: bool = False
 
     @property
     def scale(self) -> float:

@@ -26,7 +26,9 @@ class LayerSpec:
         attention_norms, mlp_norms: values per token that the norms of attention and of the MLP keep for backward, without the
             norm before either.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
-        adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
+        adapter_width: values per token between the two matrices of all adapters (sum of their ranks), with DoRA also those of
+            the outputs of adapters and of their layers.
+        largest_measured: values of the largest weight whose rows DoRA measures.
         frozen_matrices, frozen_idle, frozen_others: parts of matrices (idle ones included), of `idle_parameters` and of
             `other_parameters` that are not trained; 0 with adapters, which freeze all.
         quantized_parameters, quantized_bytes, largest_quantized: frozen parameters that are kept quantized, the bytes of all of
@@ -53,6 +55,7 @@ class LayerSpec:
     idle_parameters: int = 0
     adapter_parameters: int = 0
     adapter_width: int = 0
+    largest_measured: int = 0
     frozen_matrices: int = 0
     frozen_idle: int = 0
     frozen_others: int = 0

@@ -209,7 +209,8 @@ def _adapted(described: dict[str, Any]) -> Model:
     values = described["lora"]
     targets = values["target_modules"]
     targets = targets if isinstance(targets, str) else tuple(targets)
-    lora = Lora(values["rank"], values["alpha"], targets, values.get("quantized"), values.get("rank_stabilized", False))
+    others = values.get("quantized"), values.get("rank_stabilized", False), values.get("dora", False)
+    lora = Lora(values["rank"], values["alpha"], targets, *others)
     try:
         base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:
