@@ -177,7 +177,7 @@ def _rows() -> Iterator[Row]:
 
 def _objectives() -> Iterator[Row]:
     without_effect = ("alpha is not null", "rank_stabilized is true", "dora is true", "target_modules is not all-linear")
-    for setting in (f"lora.{each}" for each in without_effect):
+    for setting in (f"lora.{each}" for each in (*without_effect, "target_parameters is not null")):
         yield Row(setting, NO_LORA, "it has no effect without LoRA")
     yield Row("lora.base is not null", NO_LORA, "weights that are trained cannot be quantized")
     quantized = Where("lora.base is not null", ("lora.base=null",))
@@ -303,7 +303,9 @@ def _optimizers() -> Iterator[Row]:
 
 def _speed() -> Iterator[Row]:
     dora = Where("lora.dora is true", ("lora.dora=false",))
-    yield Row("train.compile is true", dora, "torch.compile breaks the graph in peft's code, in every layer")
+    experts = Where("lora.target_parameters is not null", ("lora.target_parameters=null",))
+    for setting in (dora, experts):
+        yield Row("train.compile is true", setting, "torch.compile breaks the graph in peft's code, in every layer")
     yield Row("train.compile is true", Where("linear attention is true"), "chunks and messages differ between micro-batches")
     float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
     yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")

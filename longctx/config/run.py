@@ -108,7 +108,7 @@ class Config(BaseModel):
         if self.train.compile is not None:
             return self.train.compile
         # Experts, linear attention and DoRA are not compiled; tiles would compile every block again for every number of tiles.
-        if device != "cuda" or self.watches_checkpoint or self.lora.dora:
+        if device != "cuda" or self.watches_checkpoint or self.lora.dora or self.lora.target_parameters:
             return False
         if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
             return False

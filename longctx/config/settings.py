@@ -116,7 +116,10 @@ class LoraSection(Section):
     """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
-    layer but the output head (experts stored as one parameter are not linear layers)"""
+    layer but the output head (experts stored as one parameter are not linear layers: see target_parameters)"""
+    target_parameters: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    """experts stored as one parameter that get adapters too, by the last parts of their names, such as
+    [experts.gate_up_proj, experts.down_proj] (null: none); with target_modules [] they alone"""
     base: Literal["nf4", "int8"] | None = None
     """quantize the frozen linear layers of the blocks by torchao (extra `gpu`), as QLoRA does: nf4 takes 0.52 bytes per weight,
     int8 1 byte; sharded like other weights, and expanded for each product (null: in train.dtype)"""
@@ -127,7 +130,8 @@ class LoraSection(Section):
         if self.rank is None:
             return None
         targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
-        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base, self.rank_stabilized, self.dora)
+        others = self.base, self.rank_stabilized, self.dora, tuple(self.target_parameters or ())
+        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, *others)
 
 
 class DpoSection(Section):

@@ -153,6 +153,7 @@ class RankMemory:
         # The largest quantized matrix: float32 values with indices or with the rounded matrix. Of the largest weight that DoRA
         # measures: the adapter's product, scaled, and their sum.
         self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized + 3 * self.block.number * self.layer.largest_measured
+        self.expanded += self.block.number * self.layer.adapted_experts  # the gradient of experts with their adapters
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:

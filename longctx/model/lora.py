@@ -19,7 +19,7 @@ from torch import nn
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
-from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError
+from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError, StackError
 from longctx.model.protocol import generator_of
 from longctx.model.quantized import QuantizedLinear, quantize_layers
 from longctx.planning.cost.spec import ModelSpec
@@ -52,7 +52,8 @@ class AdaptedModel(TransformersModel):
 
     Attributes:
         adapted: names in transformers of the layers that have adapters.
-        transposed: names of those whose weight is [in, out], as in GPT-2.
+        prefixes: names of the weights that have adapters, of layers and of experts, with the beginnings of the adapters' names.
+        transposed: beginnings for those weights that are [in, out], as in GPT-2.
         packed: quantized layers by the names of their weights.
     """
 
@@ -62,10 +63,23 @@ class AdaptedModel(TransformersModel):
         twin = self.conversion.twin
         self.lora, self.dtype = lora, dtype
         self.ends = ADAPTERS if lora.dora else (A, B)
-        self.adapted = find_targets(twin, lora.target_modules)
-        self.transposed = frozenset(name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear))
-        if made := set(self.adapted) ^ _inject(self.hf, self.peft_config()):
-            raise LoraError(f"peft adapts other layers than requested, they differ in {', '.join(sorted(made)[:5])}")
+        self.adapted = find_targets(twin, lora.target_modules) if lora.target_modules or not lora.target_parameters else ()
+        stacks = find_stacks(twin, lora.target_parameters)
+        if stacks and lora.dora:
+            raise StackError("peft has no DoRA of experts: omit lora.dora")
+        transposed = {name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear)}
+        made = _inject(self.hf, self.peft_config())
+        self.prefixes = {f"{name}.weight": name for name in self.adapted}
+        for prefix, module in self.hf.named_modules():
+            if isinstance(stack := getattr(module, "parameter_name", None), str):
+                self.prefixes[plain_name(f"{prefix}.") + stack] = prefix
+                if getattr(module.get_base_layer(), "is_transposed", False):
+                    transposed.add(prefix)
+        self.transposed = frozenset(transposed)
+        different = made ^ set(self.prefixes.values()) | set(stacks) ^ {name for name in self.prefixes if name in stacks}
+        if different or len(self.prefixes) != len(self.adapted) + len(stacks):
+            raise LoraError(f"peft adapts other weights than requested, they differ in {', '.join(sorted(different)[:5])}")
+        self.actual = {plain_name(name): name for name in self.hf.state_dict() if not name.endswith(ADAPTERS)}
         self.spec = with_adapters(self.spec, self.layers)
         if lora.quantized is not None:
             quantize_layers(self.layers, lora.quantized)
@@ -106,11 +120,9 @@ class AdaptedModel(TransformersModel):
 
     def _with_its_adapters(self, name: str) -> list[str]:
         """Returns the name of a parameter in the model with adapters, followed by the names of its adapters."""
-        layer, _, last = name.rpartition(".")
-        if layer.removeprefix(OURS) not in self.adapted:
-            return [name]
-        beside = [layer + end for end in self.ends] if last == "weight" else []
-        return [f"{layer}{BASE}{last}", *beside]
+        plain = name.removeprefix(OURS)
+        beside = [self.prefixes[plain] + end for end in self.ends] if plain in self.prefixes else []
+        return [OURS + each for each in (self.actual.get(plain, plain), *beside)]
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
         """As `Model.to_checkpoint`, with adapters merged."""
@@ -124,7 +136,8 @@ class AdaptedModel(TransformersModel):
     def describe(self) -> dict[str, Any]:
         """As `Model.describe`, with the adapters and the weights that they adapt, which the run's checkpoints lack."""
         base = {"base": str(self.files.folder), "base_fingerprint": self.files.fingerprint}
-        return {**super().describe(), "lora": {**asdict(self.lora), "target_modules": self._asked, **base}}
+        lora = {**asdict(self.lora), "target_modules": self._asked, "target_parameters": list(self.lora.target_parameters)}
+        return {**super().describe(), "lora": {**lora, **base}}
 
     def peft_config(self) -> Any:
         """Returns the adapters as a `LoraConfig` of peft, with only the last parts of layer names if these are unambiguous."""
@@ -147,6 +160,7 @@ class AdaptedModel(TransformersModel):
                 ("alpha", self.lora.alpha, theirs["alpha"]),
                 ("rank_stabilized", self.lora.rank_stabilized, theirs.get("rank_stabilized", False)),
                 ("dora", self.lora.dora, theirs.get("dora", False)),
+                ("target_parameters", list(self.lora.target_parameters), theirs.get("target_parameters", [])),
                 ("base", self.lora.quantized, theirs.get("quantized")),
             )
             if ours != before
@@ -195,6 +209,27 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in linear if name in matched)
 
 
+def find_stacks(twin: Any, targets: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of the parameters to adapt that each contain a matrix of all experts, in the order of the model.
+
+    `targets` are the last parts of names. Raises StackError for other names.
+    """
+    stacks = [name for name, weight in twin.named_parameters() if weight.dim() == 3 and _is_stack(twin, name)]
+    ends = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+    there_are = f"{type(twin).__name__} has {', '.join(ends) or 'none'}"
+    matched: set[str] = set()
+    for target in targets:
+        named = {name for name, _ in twin.named_parameters() if f".{name}".endswith(f".{target}")}
+        if not named or not named <= set(stacks):
+            raise StackError(f"{target} is not the name of experts stored as one parameter: {there_are}")
+        matched |= named
+    return tuple(name for name in stacks if name in matched)
+
+
+def _is_stack(twin: Any, name: str) -> bool:
+    return not isinstance(twin.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
+
+
 def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
     """Returns the layers to which peft adds no adapters in a mixture of experts, since experts once had the same names.
 
@@ -212,7 +247,7 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | No
 
     ends = {name.rpartition(".")[2] for name in adapted}
     short = {name for name, _ in twin.named_modules() if name.rpartition(".")[2] in ends} == set(adapted)
-    some = twin.get_submodule(next(iter(adapted)))
+    some = twin.get_submodule(next(iter(adapted))) if adapted else None
     return LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -220,13 +255,14 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | No
         use_dora=lora.dora,
         lora_dropout=0.0,
         target_modules=sorted(ends if short else adapted),
-        fan_in_fan_out=not isinstance(some, nn.Linear),
+        target_parameters=list(lora.target_parameters) or None,
+        fan_in_fan_out=some is not None and not isinstance(some, nn.Linear),
         task_type=task,
     )
 
 
 def _inject(hf: Any, config: Any) -> set[str]:
-    """Adds adapters to a model, and freezes all else. Returns the names of the linear layers that have adapters."""
+    """Adds adapters to a model, and freezes all else. Returns the beginnings of the names of the adapters."""
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
@@ -241,13 +277,16 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
     layers = []
     for layer, block in zip(spec.layers, blocks, strict=True):
         sizes = {name: parameter.shape for name, parameter in block.named_parameters() if parameter.requires_grad}
+        stacks = {f"{name}{A}": module for name, module in block.named_modules() if hasattr(module, "parameter_name")}
+        per_token = {name: shape for name, shape in sizes.items() if name not in stacks}
         layers.append(
             replace(
                 layer,
                 adapter_parameters=sum(shape.numel() for shape in sizes.values()),
                 # With DoRA also the outputs of the layer and of its adapter.
-                adapter_width=sum(shape[0] * count for name, shape in sizes.items() if (count := _kept(name))),
+                adapter_width=sum(shape[0] * count for name, shape in per_token.items() if (count := _kept(name))),
                 largest_measured=max((_measured(block, name) for name in sizes if name.endswith(LENGTHS)), default=0),
+                adapted_experts=sum(module.get_param().numel() for module in stacks.values()),
             )
         )
     return replace(spec, layers=tuple(layers))
@@ -278,7 +317,7 @@ def with_quantized(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
 
 def plain_name(name: str) -> str:
     """Returns the name of a frozen parameter in the model without adapters."""
-    return name.replace(BASE, ".")
+    return name.replace(BASE[1:], "")  # twice where adapters of two stacks of experts are nested
 
 
 def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -290,7 +329,7 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
     from safetensors.torch import save_file
 
     by_name = {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
-    expected = [name + end for name in model.adapted for end in model.ends]
+    expected = [prefix + end for prefix in model.prefixes.values() for end in model.ends]
     missing = [name for name in expected if name not in by_name]
     if missing:
         raise ValueError(f"{len(missing)} of {len(expected)} adapter weights are missing: {', '.join(missing[:3])}, ..")
@@ -324,21 +363,28 @@ def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
             continue
         if name in model.packed:
             weight = model.packed[name].unpack(weight)
-        layer = name.removesuffix(f"{BASE}weight")
-        if layer != name and layer.removeprefix(OURS) in model.adapted:
+        prefix = model.prefixes.get(plain_name(name).removeprefix(OURS))
+        if prefix is not None:
+            layer = OURS * name.startswith(OURS) + prefix
             try:
                 a, b, *lengths = (weights[layer + end] for end in model.ends)
             except KeyError as missing:
                 raise ValueError(
                     f"{name} is given without {missing.args[0]}: give a layer's weight with its adapters"
                 ) from None
-            added = (b.float() @ a.float()) * model.lora.scale
-            if layer.removeprefix(OURS) in model.transposed:
-                added = added.T
-            whole = weight.float() + added
+            added = _product(a.float(), b.float(), weight) * model.lora.scale
+            whole = weight.float() + (added.mT if prefix in model.transposed else added)
             for length in lengths:
                 factor = length.float() / model.lengths(layer, whole)
-                whole = (factor if layer.removeprefix(OURS) in model.transposed else factor[:, None]) * whole
+                whole = (factor if prefix in model.transposed else factor[:, None]) * whole
             weight = whole.to(weight.dtype)
         merged[plain_name(name)] = weight
     return merged
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns B A of a layer, or of each expert: peft keeps A as [experts · rank, in], B as [out, rank · experts]."""
+    if weight.dim() == 2:
+        return b @ a
+    count = len(weight)
+    return torch.einsum("o r e, e r i -> e o i", b.unflatten(1, (-1, count)), a.unflatten(0, (count, -1)))

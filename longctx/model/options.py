@@ -21,6 +21,10 @@ class LoraError(UserError):
     """Adapters that a model does not support."""
 
 
+class StackError(LoraError):
+    """Experts stored as one parameter that cannot have adapters."""
+
+
 class QuantizationError(LoraError):
     """A model whose frozen weights cannot be quantized."""
 
@@ -34,7 +38,8 @@ class Lora:
     """Trained matrices of rank `rank` beside frozen linear layers, scaled by `scale`.
 
     `target_modules` is "all-linear", or the names of layers; `quantized` how frozen linear layers are kept: nf4, int8, or None.
-    With `dora`, the length of each row of an adapted weight is trained by itself (Liu et al., 2024).
+    `target_parameters` are names of experts that are stored as one parameter. With `dora`, the
+    length of each row of an adapted weight is trained by itself (Liu et al., 2024).
     """
 
     rank: int
@@ -43,6 +48,7 @@ class Lora:
     quantized: str | None = None
     rank_stabilized: bool = False
     dora: bool = False
+    target_parameters: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:

@@ -29,6 +29,7 @@ class LayerSpec:
         adapter_width: values per token between the two matrices of all adapters (sum of their ranks), with DoRA also those of
             the outputs of adapters and of their layers.
         largest_measured: values of the largest weight whose rows DoRA measures.
+        adapted_experts: parameters of all experts that have adapters, whose sum with them each pass makes anew.
         frozen_matrices, frozen_idle, frozen_others: parts of matrices (idle ones included), of `idle_parameters` and of
             `other_parameters` that are not trained; 0 with adapters, which freeze all.
         quantized_parameters, quantized_bytes, largest_quantized: frozen parameters that are kept quantized, the bytes of all of
@@ -56,6 +57,7 @@ class LayerSpec:
     adapter_parameters: int = 0
     adapter_width: int = 0
     largest_measured: int = 0
+    adapted_experts: int = 0
     frozen_matrices: int = 0
     frozen_idle: int = 0
     frozen_others: int = 0
