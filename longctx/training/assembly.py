@@ -1,5 +1,6 @@
 """Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of its checkpoint."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.model_folder import keep_model_files
+from longctx.training.saved.run_folder import set_aside
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
 from longctx.training.trainer import Trainer
@@ -51,6 +53,9 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         objective, validated = _preferences(run, mesh, passes, loader, documents)
     if saved is not None:
         checkpoint.load(saved, passes.model, optimizer, mesh.control)
+    if run.returns and saved is not None and mesh.world_rank == 0:  # nothing refuses the run any more
+        for sentence in set_aside(config.train.run_dir, saved):
+            print(f"longctx train: {sentence}", file=sys.stderr)
     log = begin_folder(config, run.source, mesh, run.data.store, run.checkpoint, run.changes) if mesh.world_rank == 0 else None
     traced, folder = run.traced, config.train.run_dir / "traces"
     return Trainer(

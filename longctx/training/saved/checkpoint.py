@@ -96,6 +96,20 @@ def _folders(run: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: (_step(folder), folder.suffix == ""))
 
 
+def after(saved: Checkpoint) -> list[Path]:
+    """Returns the folders of the later checkpoints of its run, complete or not."""
+    return [folder for folder in _folders(saved.run) if _step(folder) > saved.step]
+
+
+def link_latest(final: Path) -> None:
+    """Makes the checkpoint in a folder the `latest` of its run."""
+    run = final.parents[1]
+    link = run / "latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.relative_to(run))
+    link.replace(run / "latest")
+
+
 def _step(folder: Path) -> int:
     return int(folder.stem.removeprefix("step-"))
 
@@ -144,15 +158,18 @@ def to_continue(run: Path, steps: int) -> tuple[Checkpoint, list[str]]:
     return saved, damaged
 
 
-def verified(saved: Checkpoint | None, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
+def verified(saved: Checkpoint | None, group: dist.ProcessGroup, *, only: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint that rank 0 has if it is undamaged, otherwise the newest undamaged one before it.
 
-    Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged. Collective.
+    Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged, or with `only` if
+    this one is not. Collective.
     """
     first = saved = gather_objects(saved, group)[0]
     damaged: list[str] = []
     while saved is not None and (problem := saved.damage(group)):
         damaged.append(f"{saved.folder} is damaged ({problem}): not used")
+        if only:
+            raise NoCheckpoint(f"{damaged[0]}. Give another step with --resume")
         saved, more = gather_objects(newest(saved.run, before=saved.step) if dist.get_rank(group) == 0 else None, group)[0]
         damaged += more
     if saved is None and first is not None:

@@ -5,6 +5,7 @@ It is checked before a run starts. The checkpoint found is that of the last step
 
 import errno
 import fcntl
+import itertools
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,11 +22,12 @@ class RunFolderError(UserError):
 
 
 def open_run_folder(
-    folder: Path, *, resume: bool, checkpoint_bytes: int, or_begin: bool = False
+    folder: Path, *, resume: bool, checkpoint_bytes: int, or_begin: bool = False, step: int | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
     """Checks that a run can write to `folder`, and finds the checkpoint to resume from.
 
-    With `or_begin` a run that has saved no checkpoint yet starts from scratch. Returns (the newest complete checkpoint, or
+    With `or_begin` a run that has saved no checkpoint yet starts from scratch; with a `step` it is to resume from that step's
+    checkpoint. Returns (the newest complete checkpoint, or
     None for a new run; messages about damaged ones). Raises RunFolderError if the folder is not writable, has too little space
     for two checkpoints of `checkpoint_bytes` (0: none are written), contains another run, or has no checkpoint to resume from.
     """
@@ -41,6 +43,14 @@ def open_run_folder(
     if (folder / "latest").exists() and not (folder / "latest").is_symlink():
         raise RunFolderError(f"{folder / 'latest'} must be a link to a checkpoint, but is not a link: move it away")
     saved, damaged = checkpoint.newest(folder)
+    if step is not None and saved is not None:
+        saved, damaged = checkpoint.of_step(folder, step)
+        if saved is None:
+            why = f" ({'; '.join(damaged)})" if damaged else ""
+            steps = ", ".join(map(str, checkpoint.steps(folder)))
+            raise RunFolderError(
+                f"--resume is {step}, but {folder} has no complete checkpoint of that step{why}: it has those of steps {steps}"
+            )
     if resume and saved is None and not or_begin:
         why = f" ({'; '.join(damaged)})" if damaged else ""
         raise RunFolderError(
@@ -79,3 +89,25 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 f"another run is writing to {folder}: wait for it, stop it, or choose another folder with --train.run_dir"
             ) from error
         yield
+
+
+def set_aside(run: Path, saved: Checkpoint) -> list[str]:
+    """Moves the checkpoints after `saved` into a folder of the run, with the metrics so far. Returns a message on them, if any.
+
+    The run, which goes on after `saved`, would take them for its own.
+    """
+    later = checkpoint.after(saved)
+    if not later:
+        return []
+    number = next(number for number in itertools.count(1) if not (run / f"set-aside-{number}").exists())
+    folder = run / f"set-aside-{number}"
+    (folder / "checkpoints").mkdir(parents=True)
+    checkpoint.link_latest(saved.folder)
+    for each in later:
+        each.rename(folder / "checkpoints" / each.name)
+    if (run / "metrics.jsonl").is_file():
+        shutil.copy2(run / "metrics.jsonl", folder)
+    names = ", ".join(each.name for each in later)
+    said = f"resumed from step {saved.step}: later checkpoints ({names}) were moved to {folder}"
+    (folder / "NOTE.txt").write_text(f"{said}, with the metrics until then\n", "utf-8")
+    return [said]
