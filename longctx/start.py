@@ -155,7 +155,12 @@ def prepare(
         weights = trained if spec.adapted else spec.parameters
         size = torch.float32.itemsize * weights + state_bytes(config.optimizer, trained, spec.trained_matrices)
     saved, damaged = open_run_folder(
-        config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size, step=step
+        config.train.run_dir,
+        resume=resume or resume_if_any,
+        or_begin=resume_if_any,
+        checkpoint_bytes=size,
+        step=step,
+        best=config.checkpoint.best,
     )
     if saved is None and continued is not None:
         saved, more = checkpoint.to_continue(continued, config.train.steps)

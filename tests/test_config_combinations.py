@@ -48,13 +48,19 @@ NEEDS = {
     "the tokens of every document": "model.preset=tiny-moe",
     "_loss > 0: it goes by": "balance.bias_rate=0.0",
     "multi-token prediction > 0": "model.num_nextn_predict_layers=1",
+    "one of these": "eval.every=10",
+    "and checkpoint.every is null: the best": "data.held_out=0.1",
     "data.rollouts is not null": "policy.loss=grpo",
     "data.rollouts is": "model.from_pretrained=llama",
     "rollouts are not validated": "eval.store=store",
     "is zero-bubble": "parallel.reshard_after=step",
 }
 """What rows with these words need besides their conditions; later ones win."""
-COMPANIONS = {"masked.share=null": ["model.from_pretrained=llama"], "masked.share=0.3": ["model.from_pretrained=bert"]}
+COMPANIONS = {
+    "eval.every=100": ["data.held_out=0.1"],
+    "masked.share=null": ["model.from_pretrained=llama"],
+    "masked.share=0.3": ["model.from_pretrained=bert"],
+}
 """What ways out need."""
 
 

@@ -239,6 +239,9 @@ def _data() -> Iterator[Row]:
     yield Row("train.steps is not 100", epochs, "epochs give the number of steps")
     no_checkpoints = Where("checkpoint.every is null", ("checkpoint.every=100",))
     yield Row("checkpoint.export is not null", no_checkpoints, "the last checkpoint is exported")
+    yield Row("checkpoint.best is true", no_checkpoints, "the best checkpoint is one of these")
+    no_validation = Where("eval.every is null", ("eval.every=100",))
+    yield Row("checkpoint.best is true", no_validation, "the best checkpoint is told by the validation loss")
     yield from _merging()
 
 

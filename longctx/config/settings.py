@@ -450,6 +450,8 @@ class CheckpointSection(Section):
     """steps between checkpoints; the last step of the run is always saved (null: never, for trials)"""
     keep: Count | None = 3
     """number of latest checkpoints to keep (null: all)"""
+    best: bool = False
+    """also save after each validation with the lowest loss so far, and keep that checkpoint in the folder best of the run"""
     asynchronous: bool = True
     """train on while a copy in host memory is written"""
     export: AnyPath | None = None
