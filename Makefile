@@ -32,10 +32,10 @@ HELD_OUT := --store stores/held-out --documents 12 --batch.tokens_per_rank 4096 
 finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M parameters with LoRA, from a checkpoint to one, evaluated before and after
 	$(BIN)/python examples/smollm2.py $(CHAT)
 	$(BIN)/python examples/code_conversations.py checkpoints/conversations
-	$(BIN)/longctx prepare --source checkpoints/conversations/held_out.jsonl --tokenizer $(CHAT) --max-length 8192 --out stores/held-out
+	$(BIN)/longctx prepare --source checkpoints/conversations/held_out.jsonl --tokenizer $(CHAT) --max-length 8192 --long-documents drop --out stores/held-out
 	$(BIN)/longctx eval $(CHAT) $(HELD_OUT)
 	$(BIN)/longctx finetune $(CHAT) checkpoints/conversations/train.jsonl --config examples/finetune_smollm2.yaml \
-	  --lora 16 --max-length 8192 --processes $(or $(PROCESSES),2) --out $(RUN)
+	  --lora 16 --max-length 8192 --long-documents drop --processes $(or $(PROCESSES),2) --out $(RUN)
 	$(BIN)/longctx eval $(RUN) $(HELD_OUT)
 	$(BIN)/longctx export $(RUN) $(RUN)/merged --merge
 	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/longctx generate $(RUN)/merged --chat --max-new-tokens 60

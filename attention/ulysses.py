@@ -1,9 +1,10 @@
 """Ulysses: u neighbouring ranks swap heads for tokens around ring attention (DeepSpeed Ulysses, Jacobs et al., 2023).
 
 Each rank then holds the chunks of all u ranks for its share of the heads, so a ring of degree d becomes u parallel rings of
-degree d/u: far fewer keys move, and segments are longer. In exchange, queries and outputs move between neighbours. u must
-divide the kv heads. Documents keep their own degrees: rings that do not consist of whole groups of u ranks, or that leave a
-rank without a token, run as plain rings.
+degree d/u: far fewer keys move, and segments are longer. In exchange, queries and outputs move between neighbours. u divides
+the KV heads, or is a multiple of them that divides the query heads: then u / KV heads ranks have a copy of each KV head.
+Documents keep their own degrees: rings that do not consist of whole groups of u ranks, or that leave a rank without a token,
+run as plain rings.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from longctx.attention.inputs import AttentionInputError, CheckedAttention, Quer
 from longctx.attention.ring import RingAttention
 from longctx.attention.ring_pass import NO_LAYER, layer_name
 from longctx.attention.segment_builder import row_index
-from longctx.planning.cost.ulysses import swaps_heads
+from longctx.planning.cost.ulysses import swaps_heads, ulysses_degrees
 from longctx.planning.layout import Layout, Shard, shard_tokens
 
 
@@ -63,20 +64,22 @@ class HybridAttention(CheckedAttention):
     def attend(
         self, queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
     ) -> torch.Tensor:
-        if k.shape[1] % self.ulysses_degree:
-            raise AttentionInputError(
-                f"ulysses_degree is {self.ulysses_degree}, which does not divide the {k.shape[1]} kv heads per rank: use a "
-                "divisor"
-            )
         if self.swap is None:
             return self.plain.attend(queries, k, v, layer, sink_logits)
-        q = queries(lambda x: x)
-        u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
-        packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
+        q, u = queries(lambda x: x), self.ulysses_degree
+        if u not in (degrees := ulysses_degrees(q.shape[1], k.shape[1])):
+            raise AttentionInputError(
+                f"ulysses_degree is {u}, but {q.shape[1]} query heads and {k.shape[1]} KV heads per rank can only be shared "
+                f"over {', '.join(map(str, degrees))} ranks: use one of these"
+            )
+        copies = max(1, u // k.shape[1])
+        heads = (q, *(x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (k, v)))
+        widths = [x.shape[1] * x.shape[2] // u for x in heads]
+        packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip(heads, widths, strict=True)], dim=2)
         layer = NO_LAYER if layer is None else layer
         parts = gather_tokens(packed, None, self.swap.number, layer).split(widths, dim=1)
         wide_q, wide_k, wide_v = (
-            part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
+            part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, heads, strict=True)
         )
         own_logits = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
         out: torch.Tensor = self.wide.attend(lambda sent: wide_q, wide_k, wide_v, layer, own_logits)

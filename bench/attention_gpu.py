@@ -38,7 +38,7 @@ from harness import Table, command, device_facts, facts, median_s, options
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.profiling.fit import AttentionTime, fit_attention
+from longctx.calibration.fit import AttentionTime, fit_attention
 
 PIECE_COLUMNS = "piece", "gb_per_s", "share_of_copy", "failed"
 

@@ -4,7 +4,7 @@
     python bench/cluster.py --nodes 4 --ranks-per-node 1 --network workload
 
 Links between nodes have a limited rate; loopback replaces NVLink; latency is that of the bridge. With `torchrun --nnodes`,
-`longctx profile` measures this cluster, and `longctx compare --measure` trains the same documents under every mode in turn,
+`longctx calibrate` measures this cluster, and `longctx measure` trains the same documents under every mode in turn,
 planned with that profile.
 
 Computing. There are more ranks than cores, so a waiting rank would leave its core to the others, and imbalance would seem
@@ -162,9 +162,9 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     config, profile, measured = folder / "run.yaml", given.profile or folder / "profile.yaml", folder / "measured.json"
     config.write_text(yaml.safe_dump(settings), "utf-8")
     if not given.profile:
-        cluster.torchrun(["profile", str(config), "--out", str(profile)], per_node, groups, given.timeout)
+        cluster.torchrun(["calibrate", str(config), "--out", str(profile)], per_node, groups, given.timeout)
     speeds.append(measure_flops(groups, given.tokens_per_rank))
-    words = ["compare", "--measure", str(config), "--modes", modes, "--steps", str(given.steps)]
+    words = ["measure", str(config), "--modes", modes, "--steps", str(given.steps)]
     words += ["--warmup", str(given.warmup), "--out", str(measured), f"--context.profile={profile}"]
     words += [f"--{setting}" for setting in given.settings]
     cluster.torchrun(words, per_node, groups, given.timeout)

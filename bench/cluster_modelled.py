@@ -96,7 +96,7 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     rates = (rate * per_node for rate in (here.inter_node_bytes_per_s, here.intra_node_bytes_per_s))
     cluster = stack.enter_context(linked_namespaces(given.nodes, *rates))
     modes = given.modes or MODES
-    words = ["compare", "--measure", str(config), "--modes", modes, "--steps", str(given.steps)]
+    words = ["measure", str(config), "--modes", modes, "--steps", str(given.steps)]
     words += ["--warmup", str(given.warmup), "--out", str(measured), f"--context.profile={profile}"]
     words += [f"--{setting}" for setting in given.settings]
     cluster.torchrun(words, per_node, (), given.timeout, module=("bench.modelled", str(device)))

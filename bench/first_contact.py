@@ -8,11 +8,11 @@ Answers, in this order, in OUT.md, which is rewritten after every part:
   attention  Does every kernel agree with float64? How fast is it, and what does a ring cost over one call (attention_gpu.py)?
   training   How fast does a 1B model train on documents of 32,768 and 131,072 tokens, does it take the memory that was
              estimated, and which recomputation and compilation are best (training_gpu.py)?
-  profile    What are the constants of this machine for the planner (longctx profile)?
+  profile    What are the constants of this machine for the planner (longctx calibrate)?
 
 Each part is a process of its own, with a share of the time: if one fails, OUT.md says so, and the others run. Rows are appended
 to OUT-attention*.csv and OUT-training.csv as they are measured; the same command continues with those that are missing.
-Messages between GPUs are not measured: on two or more GPUs, run `pytest -m gpu` and `longctx profile --processes N`.
+Messages between GPUs are not measured: on two or more GPUs, run `pytest -m gpu` and `longctx calibrate --processes N`.
 docs/gpu.md says how to read the answers.
 """
 

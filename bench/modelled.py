@@ -1,6 +1,6 @@
 """Runs `longctx` on a modelled device: everything is real but matrix work and attention kernels, which sleep.
 
-    python -m bench.modelled DEVICE.json compare --measure run.yaml --modes auto,static:8
+    python -m bench.modelled DEVICE.json measure run.yaml --modes auto,static:8
 
 Loader, planner, layouts, schedules, exchange, FSDP's collectives and the bytes on the links are those of any run. The model is
 tiny, so that its own arithmetic costs next to nothing. Instead of it

@@ -144,7 +144,7 @@ class Manifest:
             ) from error
         if (kind, version) != (FORMAT, VERSION):
             raise StoreError(
-                f"{folder} has format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
+                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
                 f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
             )
         again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"

@@ -40,7 +40,7 @@ def read_parts(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def forward_backward(model: PreTrainedModel, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> tuple[float, Plan]:
     """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
-    profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
+    profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx calibrate`
     lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
     micro_batches, labels = pack_seq2seq(plan, dist.get_rank(), sources, targets, start_token=START)

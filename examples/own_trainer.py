@@ -66,7 +66,7 @@ def shard(model: Model) -> None:
 
 def forward_backward(model: Model, documents: list[torch.Tensor]) -> tuple[float, Plan]:
     """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
-    profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
+    profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx calibrate`
     lengths = [len(document) for document in documents]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)

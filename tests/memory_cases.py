@@ -1,12 +1,14 @@
 """Measures the peak memory of a rank's allocator in training, for the tests of the memory model."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from longctx.memory.block import BlockMemory
+from longctx.training.trainer import Trainer
 from longctx.units import format_bytes
 from tests.training_cases import start
 
@@ -21,12 +23,16 @@ MODEL = [
 
 
 def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
+    return peak_of_second_step(lambda: start(store, run, [*MODEL, *settings]))
+
+
+def peak_of_second_step(start: Callable[[], Trainer]) -> int:
     """Returns the peak bytes of live tensors on this rank during the second step, counted from the start of the run.
 
     Torch's profiler reports every allocation and release of the CPU allocator, also inside operators.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        trainer = start(store, run, [*MODEL, *settings])
+        trainer = start()
         with trainer.loader:
             trainer.step()
             began = time.time_ns()

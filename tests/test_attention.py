@@ -114,8 +114,8 @@ def swapped(draw: st.DrawFn, case: Case) -> Case:
             first = u * draw(st.integers(0, ranks // u - groups))
             placement = replace(placement, first_rank=first, degree=groups * u)
         placements.append(placement)
-    kv_heads = u * draw(st.integers(1, 2))
-    heads = kv_heads * draw(st.integers(1, 2))
+    kv_heads = draw(st.sampled_from([1, u, 2 * u]))  # 1: each rank of a group has a copy
+    heads = max(u, kv_heads) * draw(st.integers(1, 2))
     return replace(case, ranks=ranks, placements=tuple(placements), ulysses_degree=u, heads=heads, kv_heads=kv_heads)
 
 

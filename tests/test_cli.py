@@ -166,7 +166,7 @@ def test_settings_reach_the_commands_that_take_them(command: Callable[..., None]
 
     argv = ["run.yaml", "--batch.tokens_per_rank", "4096", "--ranks", "8", "--context.bins={8192: 1}", "--a-b.c-d", "-1"]
     command(run, OVERRIDES=True)
-    assert cli.main(["train", *argv]) == 0
+    assert cli.main(["measure", *argv]) == 0
     assert (seen[0].config, seen[0].ranks) == ("run.yaml", 8)
     assert seen[0].overrides == ["batch.tokens_per_rank=4096", "context.bins={8192: 1}", "a-b.c-d=-1"]
     command(run)
@@ -187,7 +187,11 @@ DIGITS = "9" * 5000
         (["prepare", "--source", "texts\0"], "an argument has a NUL character"),
         (["train", "--trace-steps", f"{DIGITS}:{DIGITS}"], "--trace-steps is '9999"),
         (["train", "--trace-steps", f"1:{DIGITS}"], "--trace-steps is '1:9999"),
-        (["train", "--profile-steps", "1:2"], "--profile-steps was renamed: give --trace-steps 1:2"),
+        (["train", "--profile-steps=1:2"], "--profile-steps was renamed: give --trace-steps"),
+        (["train", "--dry-run", "--ranks", "8"], "--ranks was renamed: give --gpus"),
+        (["estimate", "--ranks", "8"], "--ranks was renamed: give --gpus"),
+        (["compare", "--measure", "run.yaml"], "--measure was renamed: give longctx measure CONFIG"),
+        (["profile", "--help"], "`longctx profile` was renamed: give `longctx calibrate`"),
         (["plan", "--ranks", "8", "--lengths", "nowhere", "--bins", f"8:{DIGITS}"], "is not LENGTH:DEGREE"),
         (["compare", "--mix", "wlb_128k", "--ranks", DIGITS], "is not a list of whole numbers"),
         (["compare", "--mix", "wlb_128k", "--baseline", f"static:{DIGITS}"], "is not static:DEGREE"),

@@ -388,7 +388,6 @@ def test_bad_groups_are_named(
         (["--mix", "wlb_128k", "--global-tokens", "5"], "--global-tokens needs a file or store, but the lengths come from a"),
         (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:3"], "static:3 on 8 ranks: the degree must divide"),
         (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:1"], "use degree"),
-        (["--measure", "run.yaml", "--baseline", "static:8"], "--baseline is not supported with --measure"),
         (["--mix", "wlb_128k", "--html", "missing/page.html"], "folder missing does not exist"),
         (
             ["--mix", "wlb_128k", "--ranks", "2", "--documents", "200", "--long-documents", "error"],

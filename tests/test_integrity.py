@@ -97,6 +97,18 @@ def test_every_bit_that_flips_in_a_store_is_noticed(
     assert {outcome for _, outcome in seen} == {faults.NOTICED}, seen
 
 
+@pytest.mark.parametrize("key", ["format", "version"])
+def test_every_bit_that_flips_where_a_store_says_what_it_is_is_noticed(store: Path, key: str) -> None:
+    expected, file = faults.read_store(store), store / "manifest.json"
+    content = file.read_bytes()
+    start = content.index(f'"{key}"'.encode())
+    for bit in range(8 * start, 8 * content.index(b"\n", start)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        assert faults.outcome(faults.read_store, store, file, expected) == faults.NOTICED, bytes(flipped[start : start + 30])
+
+
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_bit_that_flips_in_a_checkpoint_is_noticed(trained: tuple[Path, Path], count: int) -> None:
     _, run = trained

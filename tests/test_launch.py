@@ -184,8 +184,6 @@ def test_a_process_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch,
     assert "--processes is 2, but torchrun started 4 on this machine" in capsys.readouterr().err
     assert main(["train", "nowhere.yaml", "--processes", "4"]) == 2
     assert "configuration file nowhere.yaml not found" in capsys.readouterr().err
-    assert main(["compare", "--mix", "wlb_128k", "--processes", "2"]) == 2
-    assert "--processes requires --measure" in capsys.readouterr().err
 
 
 def test_a_mistake_of_one_process_is_printed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,9 @@ class Rows(NamedTuple):
     sent: float
 
 
+KV_HEADS = 2
+
+
 def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_node: int | None) -> Rows:
     """Returns the rows that this rank's attention really exchanges."""
     layout = plan.layout(micro_batch, rank)
@@ -40,7 +43,7 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_
         attention = packed_attention(layout, ulysses_degree, ranks_per_node=per_node)
     swapped = 0
     if isinstance(attention, HybridAttention):
-        schedules = [(attention.plain.schedule, 1.0), (attention.wide.schedule, 1 / ulysses_degree)]
+        schedules = [(attention.plain.schedule, 1.0), (attention.wide.schedule, 1 / min(ulysses_degree, KV_HEADS))]
         swapped = 0 if attention.swap is None else len(attention.swap.rows)
     else:
         schedules = [(attention.schedule, 1.0)]
@@ -59,7 +62,7 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_
     lengths=st.lists(st.integers(1000, 40_000), min_size=1, max_size=6),
     ranks=st.sampled_from([4, 8, 12]),
     per_node=st.sampled_from([2, 3, 4]),
-    ulysses_degree=st.sampled_from([1, 2]),
+    ulysses_degree=st.sampled_from([1, 2, 4]),  # of 4 query heads and 2 KV heads
     two_levels=st.booleans(),
     rounds=st.lists(st.integers(1, 5), min_size=6, max_size=6),
     mode=st.sampled_from(["auto", "static"]),

@@ -366,7 +366,7 @@ def test_small_sizes_are_in_mebibytes() -> None:
 
 
 def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["estimate", f"--data.store={store}", "--ranks", "2", "--train.recompute=full", "--context.profile=cpu-2core"]
+    arguments = ["estimate", f"--data.store={store}", "--gpus", "2", "--train.recompute=full", "--context.profile=cpu-2core"]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     configured = found["configured"]
@@ -381,4 +381,4 @@ def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--model.vocab_size" in capsys.readouterr().err
     assert main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["configured"]["remote_kv"] == 0
-    assert main(["estimate", "--ranks=0"]) == 2
+    assert main(["estimate", "--gpus=0"]) == 2

@@ -149,7 +149,7 @@ def test_commands_prepare_the_device_before_their_processes_join(repository: Pat
     """It configures the allocator before CUDA starts."""
     sources = [*(repository / "longctx" / "commands").glob("*.py"), repository / "longctx" / "start.py"]
     joining = {path.stem: path.read_text("utf-8") for path in sources if "join_run(" in path.read_text("utf-8")}
-    assert {"compare_measure", "eval", "profile", "start"} <= joining.keys()
+    assert {"calibrate", "eval", "measure", "start"} <= joining.keys()
     assert all("prepare_device(" in text or "Run.open(" in text for text in joining.values())
 
 

@@ -261,5 +261,5 @@ def test_other_commands_on_pairs(store: Path, tmp_path: Path, capfd: pytest.Capt
     assert main(["eval", str(folder), "--store", str(store)]) == 2
     assert "contains preference pairs, which `longctx eval` does not support" in capfd.readouterr().err
     (tmp_path / "run.yaml").write_text(f"data: {{store: {store}}}\ndpo: {{beta: 0.1}}\n")
-    assert main(["compare", "--measure", str(tmp_path / "run.yaml")]) == 2
-    assert "--measure does not support DPO" in capfd.readouterr().err
+    assert main(["measure", str(tmp_path / "run.yaml")]) == 2
+    assert "`longctx measure` does not support DPO" in capfd.readouterr().err

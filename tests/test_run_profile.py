@@ -163,7 +163,7 @@ def test_queries_that_are_computed_first_hide_nothing() -> None:
 
 
 def measured(folder: Path, **changes: Any) -> str:
-    """Writes a file as `longctx profile` does for the 8B model, with some values changed; None: omitted."""
+    """Writes a file as `longctx calibrate` does for the 8B model, with some values changed; None: omitted."""
     content = yaml.safe_load((SHIPPED / "h100-nvlink-ib.yaml").read_text("utf-8"))
     said = {**content.pop("describes"), "gpu": "NVIDIA H100 80GB HBM3", "cores": 2, **changes.pop("said", {})}
     said = {name: value for name, value in said.items() if value is not None}
@@ -260,7 +260,7 @@ def test_other_devices_and_dtypes_are_warned_about(
         fake_gpu(monkeypatch, gpu)
     _, *warnings = run_profile(load(None, [*EIGHT_B, *settings]), 1, 128256).lines
     assert bool(warnings) == (doubt is not None)
-    assert all(line.startswith("warning: ") and "`longctx profile`" in line for line in warnings)
+    assert all(line.startswith("warning: ") and "`longctx calibrate`" in line for line in warnings)
     assert doubt is None or doubt in warnings[0]
 
 
@@ -410,7 +410,7 @@ def as_before() -> Iterator[None]:
         ["train"],
         ["train", "--dry-run"],
         ["estimate"],
-        ["compare", "--modes=auto,static", "--steps=1", "--warmup=0", "--measure"],
+        ["measure", "--modes=auto,static", "--steps=1", "--warmup=0"],
     ],
     ids=" ".join,
 )
@@ -423,7 +423,7 @@ def test_every_command_reports_the_profile(
     file.write_text("train: {device: cpu}\n")
     assert main([*command, str(file), *(f"--{setting}" for setting in settings)]) == 0
     captured = capsys.readouterr()
-    said = captured.err if "compare" in command else captured.out
+    said = captured.err if "measure" in command else captured.out
     assert f"{NAMED}: scaled to this run: linear × " in said
     assert "warning: profile h100-nvlink-ib is for cuda, but this run is on cpu; speeds are not scaled" in said
 

@@ -93,7 +93,7 @@ def test_a_profile_that_is_far_off_is_doubted(run: Path, factor: float, said: st
     assert main(["runs", str(run)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert (f"steps take {said} the predicted time" in out) == bool(said)
-    assert ("longctx profile CONFIG --out FILE" in out) == bool(said)
+    assert ("longctx calibrate CONFIG --out FILE" in out) == bool(said)
 
 
 def test_a_last_line_that_is_being_written_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

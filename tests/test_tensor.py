@@ -17,7 +17,7 @@ from longctx.parallel.mesh import make_groups
 from longctx.parallel.tensor import ENDS
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.loss import cross_entropy_sum, rows_with_labels
-from tests import profile_cases
+from tests import calibration_cases
 from tests.training_cases import start, train, train_and_save, train_then_save
 from tests.workers import Workers
 
@@ -206,6 +206,6 @@ def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_pa
 
 
 def test_a_profile_is_of_a_ranks_own_heads(workers: Workers) -> None:
-    (two, _), *_ = workers.run(profile_cases.measure_profile, 2, [0, 1], [TWO])
+    (two, _), *_ = workers.run(calibration_cases.measure_profile, 2, [0, 1], [TWO])
     assert two["kv_bytes_per_token"] == 2 * 8 * 4 * 3, "of one of two heads"
     assert two["measured"]["ranks"] == 1, "of the domain"

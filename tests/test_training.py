@@ -475,14 +475,14 @@ def test_long_documents_under_error(store: Path, tmp_path: Path, capsys: pytest.
 
 def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"--data.store={store}", "--batch.global_tokens=100000", "--batch.tokens_per_rank=1024", "--dry-run"]
-    assert main(["train", *arguments, "--ranks", "64", "--context.profile=h100-nvlink-ib"]) == 0
+    assert main(["train", *arguments, "--gpus", "64", "--context.profile=h100-nvlink-ib"]) == 0
     said = capsys.readouterr().out
     assert "dry run on 64 ranks" in said
     assert "best static" in said
-    assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
-    assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
+    assert "--gpus is 0" in refusal(capsys, *arguments, "--gpus", "0")
+    assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--gpus", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
-    assert "set it to 16, or model.vocab_size to 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
-    assert "more than 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
+    assert "set it to 16, or model.vocab_size to 288" in refusal(capsys, *arguments, *wide, "--gpus", "32")
+    assert "more than 1024 times" in refusal(capsys, *arguments, "--gpus=2", "--batch.global_tokens=10000000000")
     assert "--processes is 0" in refusal(capsys, *arguments, "--processes", "0")
-    assert "--ranks requires --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
+    assert "--gpus requires --dry-run" in refusal(capsys, f"--data.store={store}", "--gpus", "4")

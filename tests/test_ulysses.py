@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.cost.ulysses import choose_ulysses_degree, micro_batch_ns, swaps_heads
+from longctx.planning.cost.ulysses import choose_ulysses_degree, micro_batch_ns, swaps_heads, ulysses_degrees
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
@@ -24,7 +24,7 @@ def test_wide_rings_across_nodes_exchange_heads() -> None:
     plan = plan_of(32 * 4096, 32, replace(H100, overlap=0.0, exchange_levels=1))
     assert choose_ulysses_degree(plan, 0, 32, 8) == 8
     assert micro_batch_ns(plan, 0, 8, 32, 8) < micro_batch_ns(plan, 0, 1, 32, 8)
-    assert choose_ulysses_degree(plan, 0, 32, 1) == 1, "one KV head cannot be shared out"
+    assert choose_ulysses_degree(plan, 0, 32, 1) == 1, "copies of one KV head cost more than they save here"
     alone = make_plan([4000] * 8, ranks=8, tokens_per_rank=16384, profile=H100, mode="static", degree=1)
     assert choose_ulysses_degree(alone, 0, 32, 8) == 1
     assert swaps_heads(100, 4, 8, 4) and not swaps_heads(100, 4, 8, 1)
@@ -62,5 +62,5 @@ def test_the_choice_is_never_slower(lengths: list[int], ranks: int, heads: tuple
     plan = make_plan(lengths, ranks=ranks, tokens_per_rank=65536, profile=H100)
     for micro_batch in range(len(plan.micro_batches)):
         u = choose_ulysses_degree(plan, micro_batch, *heads)
-        assert heads[1] % u == 0
+        assert u in ulysses_degrees(*heads)
         assert micro_batch_ns(plan, micro_batch, u, *heads) <= micro_batch_ns(plan, micro_batch, 1, *heads)

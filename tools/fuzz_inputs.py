@@ -137,7 +137,7 @@ class Fuzzer:
         with contextlib.redirect_stdout(io.StringIO()):
             assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(self.store)]) == 0
             # Imports what the commands import, outside the time limit of a case.
-            assert main(["train", "--dry-run", "--ranks", "2", "--data.store", str(self.store)]) == 0
+            assert main(["train", "--dry-run", "--gpus", "2", "--data.store", str(self.store)]) == 0
             self.trained = folder / "run"
             assert main(["train", *TINY.split(), f"--data.store={self.store}", f"--train.run_dir={self.trained}"]) == 0
         self.settings = self._settings()
@@ -192,12 +192,12 @@ class Fuzzer:
             overrides.append(f"--{name}={value}" if rng.random() < 0.7 else f"--{name}")
             if "=" not in overrides[-1]:
                 overrides.append(value)
-        return ["train", "--dry-run", "--ranks", "2", "--data.store", str(self.store), *overrides]
+        return ["train", "--dry-run", "--gpus", "2", "--data.store", str(self.store), *overrides]
 
     def _dry_run(self, rng: random.Random, content: bytes) -> list[str]:
         path = self.folder / "run.yaml"
         path.write_bytes(content)
-        return ["train", str(path), "--dry-run", "--ranks", rng.choice(("1", "2", "4", "64"))]
+        return ["train", str(path), "--dry-run", "--gpus", rng.choice(("1", "2", "4", "64"))]
 
     def lengths(self, rng: random.Random) -> list[str]:
         lines = [str(rng.choice((1, 17, 500, 8192, 30000))) for _ in range(rng.randint(1, 40))]
@@ -295,7 +295,7 @@ class Fuzzer:
         else:
             victim.write_bytes(mutated_bytes(victim.read_bytes(), rng))
         if whole == self.store:
-            return rng.choice((["verify", str(folder)], ["train", "--dry-run", "--ranks", "2", "--data.store", str(folder)]))
+            return rng.choice((["verify", str(folder)], ["train", "--dry-run", "--gpus", "2", "--data.store", str(folder)]))
         resume = ["train", *TINY.split(), f"--data.store={self.store}", f"--train.run_dir={folder}", "--resume"]
         export = ["export", str(folder), str(self.folder / "exported"), "--overwrite"]
         return rng.choice((["verify", str(folder)], ["runs", str(folder)], export, resume))

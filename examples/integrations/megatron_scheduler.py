@@ -72,7 +72,7 @@ class LongctxScheduler(data_schedule.DefaultDynamicCPScheduler):
 
 
 def use_longctx(profile: HardwareProfile | str) -> None:
-    """Makes Megatron plan by longctx. The profile is a shipped name, a file of `longctx profile`, or a value."""
+    """Makes Megatron plan by longctx. The profile is a shipped name, a file of `longctx calibrate`, or a value."""
     LongctxScheduler.profile = HardwareProfile.load(profile) if isinstance(profile, str) else profile
     data_schedule.DefaultDynamicCPScheduler = LongctxScheduler  # which verl imports
     data_schedule.scheduler_map["default_dynamic_cp"] = LongctxScheduler

@@ -2,7 +2,7 @@
 model.
 
 The main baseline is fixed static: one degree for all steps, as in trainers without dynamic degrees. Lengths come from a named
-mix, a file, a store or groups. Plans are scored, nothing is trained; with --measure, `compare_measure` trains.
+mix, a file, a store or groups. Plans are scored, nothing is trained: `longctx measure` trains.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import longctx
-from longctx.commands import compare_measure
 from longctx.commands.lengths import KINDS, add_source_options, add_step_options, kind_of_source, open_source
 from longctx.commands.output import check_writable, progress_bar, write_csv
 from longctx.model.presets import PRESETS
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from longctx.planning.plan import Plan
 
 SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"
-OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DEFAULT_STEPS = 3
 DEFAULT_TOKENS_PER_RANK = 16384
@@ -50,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="groups of completions of one prompt, also planned with prompts merged: a file with one JSON object per line, "
         '{"prompt": 2048, "completions": [256, 300]}, in tokens; --documents is the number of groups per step (default: '
         "about 4 full micro-batches before merging)",
-    )
-    sources.add_argument(
-        "--measure",
-        type=Path,
-        metavar="CONFIG",
-        help="train steps of this run (YAML file of settings) under several modes in turn, instead of scoring plans",
     )
     default_ranks = ",".join(map(str, DEFAULT_RANKS))
     parser.add_argument(
@@ -89,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--html", type=Path, metavar="F", help="write a page with figures")
     output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one per step and planner")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
-    compare_measure.add_arguments(parser)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -109,19 +100,7 @@ def parse_baseline(text: str) -> int:
     return degree
 
 
-def starts_processes(arguments: argparse.Namespace) -> bool:
-    return arguments.measure is not None
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Compares measured steps (--measure run.yaml), or otherwise plans."""
-    compare_measure.refuse(arguments)
-    if arguments.measure is not None:
-        return compare_measure.compare_steps(arguments)
-    return compare_plans(arguments)
-
-
-def compare_plans(arguments: argparse.Namespace) -> int:
     """Plans the documents with every planner, and prints the modelled times."""
     from longctx.comparison.modelled import mean_rows
     from longctx.training.run_profile import preset_profile

@@ -22,7 +22,7 @@ OVERRIDES = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults if omitted")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of processes of the run")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of the run, one process on each")
     parser.add_argument("--json", action="store_true", help="print the estimate in bytes as JSON")
     parser.epilog = (
         "The documents of the first steps are used if the store exists. Otherwise set model.vocab_size; the estimate then is "
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.ranks < 1:
-        raise UserError(f"--ranks is {arguments.ranks}: must be at least 1")
+    if arguments.gpus < 1:
+        raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
     from longctx.memory.advisor import choices, heaviest
     from longctx.memory.model import estimate
     from longctx.parallel.device import choose_device
     from longctx.training.run_profile import run_profile
 
-    ranks = arguments.ranks
+    ranks = arguments.gpus
     config = load(arguments.config, arguments.overrides, world_size=ranks)
     fused = choose_device(config.train.device, 0).type == "cuda"
     store, spec = _store_and_spec(config)

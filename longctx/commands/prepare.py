@@ -62,7 +62,6 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="sets a variable of the chat template, which exports then have by default, such as enable_thinking=false; a value "
         "that is not JSON is a text; may be repeated",
     )
-    parser.add_argument("--template-variables", type=_renamed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--train-on",
         choices=("assistant", "last", "all"),
@@ -170,10 +169,6 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in warnings:
         print(f"longctx prepare: warning: {warning}", file=sys.stderr)
     return 0
-
-
-def _renamed(value: str) -> str:
-    raise argparse.ArgumentTypeError("give --template-set NAME=VALUE for each variable instead")
 
 
 def _variable(setting: str) -> tuple[str, Any]:

@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A:B",
         help="trace steps A to B into train.run_dir/traces: one file per rank, for https://ui.perfetto.dev",
     )
-    parser.add_argument("--profile-steps", help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, metavar="N", help="--dry-run: number of ranks to plan for")
+    parser.add_argument("--gpus", type=int, metavar="N", help="--dry-run: number of GPUs to plan for, one process on each")
     parser.epilog = (
         "On 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"
         "On every one of several machines: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + overview()
@@ -63,20 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from longctx.commands.dry_run import dry_run
 
-        numbers = [ranks for ranks in (arguments.ranks, arguments.processes) if ranks is not None]
+        numbers = [number for number in (arguments.gpus, arguments.processes) if number is not None]
         ranks = numbers[0] if numbers else launch.world_size
         if ranks < 1:
-            raise UserError(f"--{'ranks' if arguments.ranks is not None else 'processes'} is {ranks}: give 1 or more")
+            raise UserError(f"--{'gpus' if arguments.gpus is not None else 'processes'} is {ranks}: give 1 or more")
         dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)
         return 0
     with said_once(launch):
         from longctx.start import train
         from longctx.training.trace import parse_steps
 
-        if arguments.ranks is not None:
-            raise UserError("--ranks requires --dry-run: to train on N processes of this machine, give --processes N")
-        if arguments.profile_steps is not None:
-            raise UserError(f"--profile-steps was renamed: give --trace-steps {arguments.profile_steps}")
+        if arguments.gpus is not None:
+            raise UserError("--gpus requires --dry-run: to train on N processes of this machine, give --processes N")
         traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
         step, file = _step(arguments.resume, arguments.config)
         config = load(file, arguments.overrides, world_size=launch.world_size)

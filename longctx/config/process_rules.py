@@ -13,7 +13,7 @@ def process_rules(config: Config, world_size: int) -> Iterator[Problem]:
     """Yields the settings that a run on `world_size` processes cannot satisfy."""
     part = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     if world_size > MOST_PROCESSES:
-        fix = "start fewer processes; for --dry-run, give a smaller --ranks"
+        fix = "start fewer processes; for --dry-run, give a smaller --gpus"
         yield Problem("the number of processes", world_size, f"must be at most {MOST_PROCESSES:,}", fix)
     elif world_size % part:
         rule = f"tensor_parallel_size × pipeline_parallel_size must divide the number of processes, {world_size}"

@@ -13,6 +13,7 @@ from longctx.errors import UserError, install, shell
 from longctx.model.context_extension import RopeError
 from longctx.model.options import ALL_LINEAR, FreezeError, LoraError, QuantizationError, StackError
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.ulysses import ulysses_degrees
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import divisors
 from longctx.planning.planners.bins import table_problem
@@ -196,7 +197,7 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         fix = f"set it to {most}, or use a multiple of {size} KV heads"
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
-        yield from _ulysses_degree(config, shape.num_key_value_heads // size)
+        yield from _ulysses_degree(config, shape.num_attention_heads // size, shape.num_key_value_heads // size)
     for key, width in _split_widths(spec).items():
         if leaves_rank_empty(width, size):
             share = -(-width // size)
@@ -231,14 +232,13 @@ def leaves_rank_empty(size: int, ranks: int) -> bool:
     return -(-size // ranks) * (ranks - 1) >= size
 
 
-def _ulysses_degree(config: Config, kv_heads: int) -> Iterator[Problem]:
-    """Checks that `context.ulysses_degree` divides the `kv_heads` of each rank."""
+def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator[Problem]:
+    """Checks that `context.ulysses_degree` shares out the heads of each rank evenly."""
     degree = config.context.ulysses_degree
-    if degree != "auto" and (degree < 1 or kv_heads % degree):
-        divisors = ", ".join(str(ranks) for ranks in range(1, kv_heads + 1) if kv_heads % ranks == 0)
+    if degree != "auto" and degree not in (possible := ulysses_degrees(query_heads, kv_heads)):
         others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
-        rule = f"must divide the KV heads per rank, {kv_heads}"
-        yield Problem("context.ulysses_degree", degree, rule, f"set it to {divisors}, or auto", others)
+        rule = f"must divide the KV heads per rank, {kv_heads}, or be a multiple that divides the query heads, {query_heads}"
+        yield Problem("context.ulysses_degree", degree, rule, f"set it to {', '.join(map(str, possible))}, or auto", others)
 
 
 def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:

@@ -68,6 +68,7 @@ class BlockMemory:
         self.queries = self._size(layer.num_attention_heads * layer.head_dim)
         self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.number // self.split
         self.keys = self.kv_row * load.tokens
+        self.swapped_keys = self.keys * load.kv_copies
         self.log_sum_exp = self._size(layer.num_attention_heads, FLOAT32)
         # Experts that are split over ranks may get more tokens than their even share.
         sends_tokens = layer.experts > 0 and config.parallel.expert_parallel_size * self.split > 1
@@ -105,10 +106,10 @@ class BlockMemory:
             return
         yield Entry("swap", "output for the next matrix", self.queries, NONE + OPERATORS)
         if self.swapped_share == 1:
-            swapped = self.queries + self.keys
+            swapped = self.queries + self.swapped_keys
             yield Entry("swap", "swapped Q, K and V", swapped, OPERATORS, spared=swapped)
         else:  # attention runs twice
-            second = round(self.swapped_share * (2 * self.queries + self.keys + self.log_sum_exp))
+            second = round(self.swapped_share * (2 * self.queries + self.swapped_keys + self.log_sum_exp))
             yield Entry("swap", "Q, K, V, output and log-sum-exp of the second run", second, NONE + OPERATORS)
 
     def _mlp(self) -> Iterator[Entry]:

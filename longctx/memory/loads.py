@@ -33,6 +33,7 @@ class Load:
         fullest: remote rows of the largest round, which is the most that a kernel works on at a time.
         micro_batches: number of micro-batches of the step.
         swapped: rows of documents whose heads are swapped for tokens (Ulysses).
+        kv_copies: ranks that have a copy of each KV head of these rows.
         first: whether this is the first micro-batch of the step, before which there are no gradients.
     """
 
@@ -43,6 +44,7 @@ class Load:
     fullest: int
     micro_batches: int
     swapped: int = 0
+    kv_copies: int = 1
     first: bool = False
 
 
@@ -84,7 +86,9 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
 def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
     """Yields the load of every rank of the domain, in order, in micro-batch `number`."""
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
-    swapping = ulysses_degree(config, config.model_source().spec, plan, number)
+    spec = config.model_source().spec
+    swapping = ulysses_degree(config, spec, plan, number)
+    copies = max(1, swapping * config.parallel.tensor_parallel_size // spec.largest_layer.num_key_value_heads)
     tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
     most = max(placement.rounds for placement in plan.micro_batches[number])
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, most + 1))
@@ -92,15 +96,16 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
         length, degree = plan.lengths[placement.document], placement.degree
         ring = slice(placement.first_rank, placement.first_rank + degree)
         tokens[ring] += largest_shard(length, degree)
-        # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width per row.
+        # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width per row, or a whole KV head.
         rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
         if rings > 1:
             swapped[ring] += largest_shard(length, degree)
         for first in range(rings if degree > rings else 0):
             members = np.array(placement.ring)[first::rings][:: -1 if placement.reversed else 1]
             chunks = _exchanged_chunks(len(members), _nodes(members, per_node), placement.rounds)
-            received[members, : placement.rounds + 1] += chunks[0] * length / (2 * degree)
-            sent[members] += chunks[1] * length / (2 * degree)
+            rows = length / (2 * degree) * (copies if rings > 1 else 1)
+            received[members, : placement.rounds + 1] += chunks[0] * rows
+            sent[members] += chunks[1] * rows
     # One round is computed while the next one is in flight; with two levels, so is the first hop of the round after that.
     at_once = min(3 if per_node else 2, received.shape[1])
     held = sliding_window_view(received, at_once, axis=1).sum(axis=-1).max(axis=1)
@@ -113,6 +118,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             fullest=round(received[rank].max()),
             micro_batches=len(plan.micro_batches),
             swapped=int(swapped[rank]),
+            kv_copies=copies,
             first=number == 0,
         )
 

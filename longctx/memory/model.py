@@ -291,7 +291,7 @@ class RankMemory:
         sums = (queries + keys) * FLOAT32 // self.block.number if load.remote else 0
         sums += kernel_workspace(self.config, self.layer, load.tokens, max(load.tokens, load.fullest)) if self.fused else 0
         # Gradients of swapped q, k and v on the way back: computed, sorted, received, concatenated and in place.
-        swap = round(5 * self.block.swapped_share * (queries + keys))
+        swap = round(5 * self.block.swapped_share * (queries + self.block.swapped_keys))
         return max(2 * queries + keys + sums, swap)
 
     def _exchanges(self) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class RunLog:
         if not 1 / FAR_OFF <= ratio <= FAR_OFF:
             remarks.append(
                 f"{self.name}: steps take {ratio:.2f} times the predicted time, so plans may be worse than they could be: "
-                "measure a profile of this machine (longctx profile CONFIG --out FILE), and train with --context.profile FILE"
+                "measure a profile of this machine (longctx calibrate CONFIG --out FILE), and train with --context.profile FILE"
             )
         if self.damaged:
             remarks.append(f"{self.path}: {self.damaged} damaged lines of {LOG} left out")

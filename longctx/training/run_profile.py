@@ -31,7 +31,7 @@ UNKNOWN_GPU = "h100-nvlink-ib"
 
 
 class Described(BaseModel):
-    """Model and machine that a profile's constants describe: its section `describes`, or `measured` by `longctx profile`.
+    """Model and machine that a profile's constants describe: its section `describes`, or `measured` by `longctx calibrate`.
 
     `memory_gb` is the memory of the GPU by its data sheet; with `from_data_sheets` nothing was measured.
     """
@@ -254,7 +254,7 @@ def _scaled(
 
 def _doubts(name: str, described: Described, device: str, gpu: str | None, dtype: str, default: bool) -> list[str]:
     """Returns warnings if predicted times may be far off, as speeds are not scaled to other devices or dtypes."""
-    doubts, fix = [], "speeds are not scaled, so predicted times are unreliable: measure a profile with `longctx profile`"
+    doubts, fix = [], "speeds are not scaled, so predicted times are unreliable: measure a profile with `longctx calibrate`"
     if described.device != device:
         doubts.append(f"profile {name} is for {described.device}, but this run is on {device}")
     elif described.gpu and gpu and (gpu_kind(described.gpu) or described.gpu) != (gpu_kind(gpu) or gpu):

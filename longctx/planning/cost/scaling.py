@@ -36,7 +36,7 @@ def scale(
         raise ProfileError(
             f"linear_s_per_token is {profile.linear_s_per_token:.3g} s, but the messages of tensor_parallel_size "
             f"{known.tensor} alone would take longer, so the profile cannot be scaled: measure one with the settings of the "
-            "run (`longctx profile`)"
+            "run (`longctx calibrate`)"
         )
     layers = target.layers / known.layers
     linear_s_per_token = arithmetic * (target.computed / known.computed) + _messages_s(profile, target, node)

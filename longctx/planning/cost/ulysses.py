@@ -24,12 +24,22 @@ def swaps_heads(length: int, first_rank: int, degree: int, ulysses_degree: int) 
     return ulysses_degree > 1 and whole and length >= 2 * degree
 
 
+def ulysses_degrees(query_heads: int, kv_heads: int) -> list[int]:
+    """Returns the Ulysses degrees that share heads out evenly: divisors of `kv_heads`, and multiples that divide `query_heads`.
+
+    With a multiple, ranks that use the same KV head have copies of it.
+    """
+    dividing = [u for u in range(1, query_heads + 1) if query_heads % u == 0]
+    return [u for u in dividing if kv_heads % u == 0 or u % kv_heads == 0]
+
+
 def choose_ulysses_degree(plan: Plan, micro_batch: int, query_heads: int, kv_heads: int) -> int:
     """Returns the Ulysses degree with the lowest modelled time of a micro-batch; 1 means plain rings.
 
-    The degree divides `kv_heads` and the ranks per node; head counts are per tensor-parallel rank. Ties go to the smaller one.
+    The degree is one of `ulysses_degrees` that divides the ranks per node; head counts are per tensor-parallel rank. Ties go to
+    the smaller one.
     """
-    choices = [u for u in range(1, kv_heads + 1) if kv_heads % u == 0 and plan.profile.ranks_per_node % u == 0]
+    choices = [u for u in ulysses_degrees(query_heads, kv_heads) if plan.profile.ranks_per_node % u == 0]
     choices = [u for u in choices if u == 1 or plan.ranks % u == 0]
     return min(choices, key=lambda u: (micro_batch_ns(plan, micro_batch, u, query_heads, kv_heads), u))
 
@@ -38,7 +48,8 @@ def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_head
     """Returns the modelled time of a micro-batch's slowest rank at a Ulysses degree u that divides the ranks.
 
     The time of a rank is linear + attention + exposed exchange + swaps. A document of length s on d ranks that swap heads costs
-    each rank attention(s, d/u) / u, the exchange of a ring of d/u ranks with 1/u of the heads, and the swaps of s/d tokens.
+    each rank attention(s, d/u) / u, the exchange of a ring of d/u ranks with 1/u of the heads (one KV head at least), and the
+    swaps of s/d tokens.
     Documents that do not swap heads cost the same as with u = 1. On ranks that swap heads, queries are computed before anything
     is sent, and hide nothing.
     """
@@ -52,16 +63,16 @@ def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_head
     linear = linear_ns(profile, _on_ranks(shards, first, degree, ranks))
     exchange = _ring_ns(profile, documents[:, ~swapped], ranks)
     if swapped.any():
-        exchange = exchange + _ring_ns(profile, documents[:, swapped], ranks, ulysses_degree)
+        exchange = exchange + _ring_ns(profile, documents[:, swapped], ranks, ulysses_degree, kv_heads)
     swapped_tokens = _on_ranks(np.where(swapped, shards, 0), first, degree, ranks)
-    swaps = _swaps_ns(profile, swapped_tokens, ulysses_degree, query_heads / kv_heads)
+    swaps = _swaps_ns(profile, swapped_tokens, ulysses_degree, query_heads, kv_heads)
     hiding = np.where(swapped_tokens > 0, 0, linear)
     return int((linear + attention + exposed_ns(profile, attention, hiding, exchange) + swaps).max())
 
 
-def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, queries_per_kv_head: float) -> Integers:
+def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, query_heads: int, kv_heads: int) -> Integers:
     """Returns the time in which a rank with `tokens` swaps all but its own 1/u of q, k, v, out and their gradients."""
-    per_token = profile.kv_bytes_per_token / PASSES * 2 * (1 + queries_per_kv_head)
+    per_token = profile.kv_bytes_per_token / PASSES * 2 * (max(u, kv_heads) + query_heads) / kv_heads
     moved = per_token * ((u - 1) / u)
     result: Integers = np.ceil(tokens * (moved * NANOSECONDS / profile.intra_node_bytes_per_s)).astype(np.int64)
     return result
@@ -73,12 +84,13 @@ def _on_ranks(values: Integers, first: Integers, degree: Integers, ranks: int) -
     return result
 
 
-def _ring_ns(profile: HardwareProfile, documents: Integers, ranks: int, u: int = 1) -> Integers:
-    """Returns the exchange time per rank for rings of groups of u ranks, where each rank has 1/u of its group's heads.
+def _ring_ns(profile: HardwareProfile, documents: Integers, ranks: int, u: int = 1, kv_heads: int = 1) -> Integers:
+    """Returns the exchange time per rank for rings of groups of u ranks, each with 1/u of the KV heads, or a copy of one.
 
     The rows of `documents` [3, documents] are lengths, first ranks and degrees.
     """
     lengths, first, degree = documents
-    group = replace(profile, ranks_per_node=profile.ranks_per_node // u, kv_bytes_per_token=profile.kv_bytes_per_token / u)
+    width = min(u, kv_heads)
+    group = replace(profile, ranks_per_node=profile.ranks_per_node // u, kv_bytes_per_token=profile.kv_bytes_per_token / width)
     rings = Assignment(np.zeros_like(first), first // u, degree // u, np.zeros(len(first), dtype=bool))
     return np.repeat(exchange_ns(group, lengths, rings, (1, ranks // u))[0], u)

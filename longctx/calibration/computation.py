@@ -8,10 +8,10 @@ import torch
 
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.attention.inputs import Queries
+from longctx.calibration.fit import AttentionTime, fit_attention, fit_line
+from longctx.calibration.profiled_run import Measurement, ProfiledRun, layout_of, no_documents
 from longctx.errors import UserError
 from longctx.planning.layout import Layout
-from longctx.profiling.fit import AttentionTime, fit_attention, fit_line
-from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of, no_documents
 
 SHORTEST = {1: 16, 2: 512, 4: 1024, 8: 2048}
 """Shortest document measured, in tokens, by degree: kernel launches dominate shorter documents, which are rarely split."""

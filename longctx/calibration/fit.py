@@ -1,4 +1,4 @@
-"""Fits the constants of the cost model to measured times. Pure functions; `longctx.profiling` measures.
+"""Fits the constants of the cost model to measured times. Pure functions; `longctx.calibration` measures.
 
 Every fit minimizes relative errors, so short times count as much as long ones, and reports its `residual`: the root mean square
 of (modelled / measured - 1) over its points.

@@ -1,4 +1,4 @@
-"""`longctx profile`: measures the constants of the cost model on this machine, and writes them as a hardware profile."""
+"""`longctx calibrate`: measures the constants of the cost model on this machine, and writes them as a hardware profile."""
 
 import argparse
 import json
@@ -11,8 +11,8 @@ from longctx.config import load, overview
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
+    from longctx.calibration.measure import Measured
     from longctx.parallel.environment import Launch
-    from longctx.profiling.measure import Measured
 
 SUMMARY = "Measure the hardware profile of this machine for a model"
 OVERRIDES = True
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "No store is needed: tokens are drawn at random from a vocabulary of model.vocab_size "
         f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, dtype, recomputation and tokens "
         "per rank.\nOn several processes, to measure the exchange and its overlap as well: "
-        "longctx profile run.yaml --processes 8 --out my.yaml\n\n" + overview()
+        "longctx calibrate run.yaml --processes 8 --out my.yaml\n\n" + overview()
     )
 
 
@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     import torch
 
+    from longctx.calibration.measure import measure_profile
     from longctx.parallel.device import prepare_device
     from longctx.planning.hardware_profile import HardwareProfile
-    from longctx.profiling.measure import measure_profile
     from longctx.training.build import join_run
     from longctx.training.run_profile import default_profile
 

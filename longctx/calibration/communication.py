@@ -7,15 +7,15 @@ import numpy as np
 import torch.distributed as dist
 
 from longctx.attention.exchange import Exchange
+from longctx.calibration.computation import Silent, attention_passes
+from longctx.calibration.fit import OverlapTime, fit_line, fit_overlap
+from longctx.calibration.profiled_run import Measurement, ProfiledRun, layout_of
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.planning.assignment import Assignment
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
-from longctx.profiling.computation import Silent, attention_passes
-from longctx.profiling.fit import OverlapTime, fit_line, fit_overlap
-from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of
 
 LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
@@ -91,7 +91,7 @@ def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
 
 def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
     """Builds an exchange of `rows`, split over `peers`: sent to the first of each pair, received from the second."""
-    exchange = Exchange(profiled.mesh.exchange, "longctx profile")
+    exchange = Exchange(profiled.mesh.exchange, "longctx calibrate")
     outgoing, incoming = profiled.kv_rows(rows), profiled.kv_rows(rows)
     shares = [len(part) for part in outgoing.tensor_split(len(peers))]
     sends = list(zip((after for after, _ in peers), outgoing.split(shares), strict=True))
@@ -155,7 +155,7 @@ def _rows(profiled: ProfiledRun, profile: HardwareProfile, degree: int) -> list[
 def _all_messages(profiled: ProfiledRun, layout: Layout) -> Callable[[], None]:
     """Builds a run of one layer's messages in all passes, as in `attention_passes` but without computation."""
     schedule = profiled.attention(layout).schedule
-    exchange = Exchange(profiled.mesh.exchange, "longctx profile")
+    exchange = Exchange(profiled.mesh.exchange, "longctx calibrate")
     rows = profiled.kv_rows
     rounds = []
     for hop in (hop for round_ in schedule.rounds for hop in round_.hops):

@@ -1,4 +1,4 @@
-"""`longctx compare --measure`: trains the same documents under several modes in turn and compares the measured times."""
+"""`longctx measure`: trains the same documents under several modes in turn and compares the measured times."""
 
 import argparse
 import json
@@ -6,59 +6,41 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.lengths import DEFAULT_PROFILE
-from longctx.commands.output import check_writable, given_options, said_once
-from longctx.config import load
+from longctx.commands.output import check_writable, said_once
+from longctx.config import load, overview
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.comparison.measured import MeasuredComparison
     from longctx.parallel.environment import Launch
 
-DEFAULT_STEPS = 10
-DEFAULT_WARMUP = 2
-DEFAULT_MODES = "auto,static"
+SUMMARY = "Train the same documents with dynamic and static degrees in turn, and compare the measured times"
+OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of --measure."""
-    group = parser.add_argument_group(
-        "with --measure (and --processes N)",
-        f"--steps is the number of measured steps (default: {DEFAULT_STEPS}); settings such as --context.profile my.yaml may "
-        "follow.",
-    )
-    group.add_argument(
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`")
+    parser.add_argument(
         "--modes",
+        default="auto,static",
         metavar="MODE,..",
-        help="modes to measure: auto, bins, static (the best degree of every step by the cost model), static:DEGREE "
-        f"(default: {DEFAULT_MODES})",
+        help="modes to measure: auto, bins, static (the best degree of every step by the cost model), static:DEGREE",
     )
-    group.add_argument("--warmup", type=int, metavar="S", help=f"warm-up steps, not measured (default: {DEFAULT_WARMUP})")
-    group.add_argument("--out", type=Path, metavar="F", help="write the measurements of every step and mode as JSON")
-
-
-def refuse(arguments: argparse.Namespace) -> None:
-    """Raises UserError for options that need --measure, or are not supported with it."""
-    if arguments.measure is None:
-        options = given_options(arguments, "modes", "warmup", "out", "processes")
-        options += [f"--{override.split('=')[0]}" for override in arguments.overrides]
-        if options:
-            raise UserError(f"{', '.join(options)} requires --measure: omit it to compare by the cost model")
-        return
-    names = (
-        *("ranks", "baseline", "long_documents", "documents", "global_tokens", "seed"),
-        *("html", "csv", "model", "tokens_per_rank"),
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of each mode")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="warm-up steps, not measured")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurements of every step and mode as JSON")
+    parser.add_argument("--json", action="store_true", help="print them as JSON instead of the table")
+    parser.epilog = (
+        "Nothing is saved. Give the profile of this machine, for predictions: longctx measure run.yaml --processes 8 "
+        "--context.profile my.yaml\n\n" + overview()
     )
-    options = given_options(arguments, *names)
-    if arguments.profile != DEFAULT_PROFILE:
-        options.append("--profile")
-    if options:
-        raise UserError(
-            f"{', '.join(options)} is not supported with --measure: omit it, and use settings of the run and torchrun instead"
-        )
 
 
-def compare_steps(arguments: argparse.Namespace) -> int:
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return True
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Trains under every mode and prints the times. Returns 1 if the losses of the modes differ, 143 after SIGTERM."""
     from longctx.parallel.environment import Launch
 
@@ -80,16 +62,18 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     out: Path | None = arguments.out
     check_writable(out)
     show = launch.rank == 0
-    config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
+    config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
     run = Run.open(config)
     store = run.data.store
     if store.pairs or config.dpo.beta is not None:
         raise UserError(
-            f"--measure does not support DPO, but data.store is {store.path} and dpo.beta is {config.dpo.beta}: use `longctx "
-            f"compare --lengths {store.path}` for modelled times, or measure on a store without pairs"
+            f"`longctx measure` does not support DPO, but data.store is {store.path} and dpo.beta is {config.dpo.beta}: use "
+            f"`longctx compare --lengths {store.path}` for modelled times, or measure on a store without pairs"
         )
     if config.policy.loss is not None:
-        raise UserError(f"--measure does not support rollouts, but policy.loss is {config.policy.loss}: measure on a store")
+        raise UserError(
+            f"`longctx measure` does not support rollouts, but policy.loss is {config.policy.loss}: measure on a store"
+        )
     check_model(config, run.data, run.source, launch.world_size)
     groups = join_run(config, launch, run.device)
     if show:
@@ -98,9 +82,9 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
         config,
         groups,
         store,
-        modes=tuple((arguments.modes or DEFAULT_MODES).split(",")),
-        steps=DEFAULT_STEPS if arguments.steps is None else arguments.steps,
-        warmup=DEFAULT_WARMUP if arguments.warmup is None else arguments.warmup,
+        modes=tuple(arguments.modes.split(",")),
+        steps=arguments.steps,
+        warmup=arguments.warmup,
         tell=(lambda line: print(line, flush=True)) if show and not arguments.json else lambda line: None,
     )
     groups.close()

@@ -8,6 +8,7 @@ import torch
 
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange
+from longctx.calibration.stopwatch import Stopwatch
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch
 from longctx.model.presets import ModelShape
@@ -17,7 +18,6 @@ from longctx.parallel.mesh import Mesh
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
-from longctx.profiling.stopwatch import Stopwatch
 from longctx.training.build import make_attention
 from longctx.training.objectives.objective import StepWeights
 from longctx.training.trainer import Trainer

@@ -13,6 +13,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.calibration.communication import Nodes
+from longctx.calibration.computation import no_attention
+from longctx.calibration.fit import (
+    AttentionTime,
+    OverlapTime,
+    fit_attention,
+    fit_line,
+    fit_overlap,
+)
+from longctx.calibration.profiled_run import layout_of
 from longctx.cli import main
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
@@ -21,19 +31,9 @@ from longctx.planning.cost.work import kv_bytes_per_token
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.planners.planner import make_plan
-from longctx.profiling.communication import Nodes
-from longctx.profiling.computation import no_attention
-from longctx.profiling.fit import (
-    AttentionTime,
-    OverlapTime,
-    fit_attention,
-    fit_line,
-    fit_overlap,
-)
-from longctx.profiling.profiled_run import layout_of
-from tests import launched, profile_cases
+from tests import calibration_cases, launched
+from tests.calibration_cases import TINY
 from tests.marks import examples
-from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles
 from tests.workers import Workers
 
@@ -130,7 +130,7 @@ def test_overlap_is_found(percent: int, cases: list[tuple[float, float]]) -> Non
 def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool, keep_kv: bool) -> None:
     """The cost model counts the bytes of the rank that moves most, pass by pass."""
     length = 2 * ranks * 10
-    by_rank = workers.run(profile_cases.count_bytes, ranks, length, recompute, keep_kv)
+    by_rank = workers.run(calibration_cases.count_bytes, ranks, length, recompute, keep_kv)
     passes = zip(*by_rank, strict=True)
     slowest = sum(max(max(sent, received) for sent, received in of_pass) for of_pass in passes)
     expected = kv_bytes_per_token(1, 2, 8, 4, 3 + recompute - keep_kv)
@@ -175,21 +175,21 @@ def test_without_attention_all_weights_get_gradients() -> None:
 
 
 def test_the_slowest_rank_counts(workers: Workers) -> None:
-    slow, large, again = zip(*workers.run(profile_cases.time_a_slow_rank, 2, 0.02), strict=True)
+    slow, large, again = zip(*workers.run(calibration_cases.time_a_slow_rank, 2, 0.02), strict=True)
     assert slow[0] == slow[1] and again[0] == again[1]
     assert min(slow + again) >= 0.02
     assert large == (math.inf, math.inf)
 
 
 def test_nodes_are_found(workers: Workers) -> None:
-    found = workers.run(profile_cases.find_nodes, 3, [0, 1, 2])
+    found = workers.run(calibration_cases.find_nodes, 3, [0, 1, 2])
     assert found == ["Nodes(ranks=3, per_node=3)"] * 3
-    for said in workers.run(profile_cases.find_nodes, 3, [0, 1, 0]):
+    for said in workers.run(calibration_cases.find_nodes, 3, [0, 1, 0]):
         assert "nodes have 1, 2 ranks" in said
 
 
 def profile_arguments(out: Path, *more: str) -> list[str]:
-    return ["profile", "--out", str(out), "--longest=0.02", *(f"--{setting}" for setting in TINY), *more]
+    return ["calibrate", "--out", str(out), "--longest=0.02", *(f"--{setting}" for setting in TINY), *more]
 
 
 def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +231,7 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
     """
     more = ["train.recompute=full", "context.max_remote_tokens=64", "train.dtype=bfloat16"]
     more = more if nodes == 2 else ["model.position_embeddings=learned", "model.max_position_embeddings=100"]
-    answers = workers.run(profile_cases.measure_profile, 2, [0, 1] if nodes == 1 else [0, 0], more)
+    answers = workers.run(calibration_cases.measure_profile, 2, [0, 1] if nodes == 1 else [0, 0], more)
     assert answers[0][1] == answers[1][1]
     found = answers[0][0]
     HardwareProfile.from_dict({name: found[name] for name in H100.to_dict()})
@@ -247,23 +247,23 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
 
 def test_tensor_ranks_share_the_nodes_of_the_base_profile(workers: Workers) -> None:
     """Nodes of 8 GPUs hold 4 ranks of the domain if each rank is two GPUs."""
-    (found, _), _ = workers.run(profile_cases.measure_profile, 2, [0, 1], ["parallel.tensor_parallel_size=2"])
+    (found, _), _ = workers.run(calibration_cases.measure_profile, 2, [0, 1], ["parallel.tensor_parallel_size=2"])
     assert (found["ranks_per_node"], found["measured"]["tensor_parallel_size"]) == (4, 2)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["profile", *arguments]) == 2
+    assert main(["calibrate", *arguments]) == 2
     return capsys.readouterr().err
 
 
 def test_the_exchange_that_is_measured_is_the_one_that_is_predicted(workers: Workers) -> None:
     """Two nodes of two ranks: rows cross the network once per node, or go directly to every rank if the settings say so.
     Overlap is measured on rings inside a node and across both nodes."""
-    answers = workers.run(profile_cases.nodes_of_rings, 4, [0, 1, 0, 1], [])
+    answers = workers.run(calibration_cases.nodes_of_rings, 4, [0, 1, 0, 1], [])
     given, hops, levels, degrees = map(list, zip(*answers, strict=True))
     assert given == [{2}] * 4 and levels == [2] * 4 and degrees == [{2, 4}] * 4
     assert set.union(*hops) == {1, 2}
-    straight = workers.run(profile_cases.nodes_of_rings, 2, [0, 0], ["context.two_level_exchange=false"])
+    straight = workers.run(calibration_cases.nodes_of_rings, 2, [0, 0], ["context.two_level_exchange=false"])
     assert straight == [({None}, {1}, 1, {2})] * 2
 
 

@@ -7,6 +7,10 @@ from typing import Any
 
 import yaml
 
+from longctx.calibration.communication import Nodes, measure_links, measure_overlap
+from longctx.calibration.computation import measure_attention, measure_linear, measure_step
+from longctx.calibration.machine import describe_machine
+from longctx.calibration.profiled_run import Measurement, ProfiledRun
 from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
@@ -15,10 +19,6 @@ from longctx.planning.cost.scaling import query_share
 from longctx.planning.cost.work import RankWork
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
-from longctx.profiling.communication import Nodes, measure_links, measure_overlap
-from longctx.profiling.computation import measure_attention, measure_linear, measure_step
-from longctx.profiling.machine import describe_machine
-from longctx.profiling.profiled_run import Measurement, ProfiledRun
 from longctx.training.run_profile import Described, read_described
 
 LEAST_TOKENS = 64
@@ -120,7 +120,7 @@ def measure_profile(
     why = "one process" if nodes.ranks == 1 else "one node" if nodes.per_node > 1 else "one rank per node"
     return Measured(
         profile=constants.profile,
-        about=f"{described}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}, by `longctx profile`.",
+        about=f"{described}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}, by `longctx calibrate`.",
         sources=constants.sources,
         base=f"{why}: taken from {base}",
         run={

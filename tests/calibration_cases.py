@@ -1,4 +1,4 @@
-"""Code that the ranks run in tests of `longctx profile`."""
+"""Code that the ranks run in tests of `longctx calibrate`."""
 
 import re
 import time
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
+from longctx.calibration import measure
+from longctx.calibration.communication import Nodes
+from longctx.calibration.profiled_run import layout_of
+from longctx.calibration.stopwatch import Stopwatch
 from longctx.config import load
 from longctx.parallel.mesh import make_groups
-from longctx.profiling import measure
-from longctx.profiling.communication import Nodes
-from longctx.profiling.profiled_run import layout_of
-from longctx.profiling.stopwatch import Stopwatch
 
 TINY = [
     "model.hidden_size=64",

@@ -1,0 +1,1 @@
+"""Profiling: measures the constants of the cost model on this machine (`longctx calibrate`)."""

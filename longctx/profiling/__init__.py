@@ -1,1 +1,0 @@
-"""Profiling: measures the constants of the cost model on this machine (`longctx profile`)."""
