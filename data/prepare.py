@@ -21,7 +21,7 @@ from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, WITH_WEIGHTS, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
 from longctx.data.request import StoreRequest
@@ -297,6 +297,8 @@ def _manifest(
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
         empty_thoughts=sum(part.empty_thoughts for part in parts),
         straddling_tokens=sum(part.straddling_tokens for part in parts),
+        version=WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION,
+        weighted_documents=sum(part.weighted_documents for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
     )

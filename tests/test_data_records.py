@@ -83,7 +83,12 @@ def test_sides_of_a_pair_obey_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ({"weight": 0.5}, "has `weight` 0.5: it must be 0 or false for no loss, or 1 or true"),
+        ({"weight": -0.5}, "has `weight` -0.5: it must be 0 or false for no loss, or 1 or true; only a `weight` may be any"),
+        ({"weight": float("nan")}, "has `weight` nan: it must be 0 or"),
+        ({"weight": float("inf")}, "has `weight` inf: it must be 0 or"),
+        ({"weight": 1e-50}, "has `weight` 1e-50: it must be 0 or"),
+        ({"weight": "0.5"}, "has `weight` '0.5': it must be 0 or"),
+        ({"train": 0.5}, "has `train` 0.5: it must be 0 or"),
         ({"train": "no"}, "has `train` 'no': it must be 0 or false"),
         ({"mask": True}, "has `mask` True: tools differ in what it means: write `train: true` or `train: false`"),
         ({"masked": 1}, "has `masked` 1: tools differ"),

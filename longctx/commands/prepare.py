@@ -217,6 +217,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
         yield f"  weights    {manifest.lightest:g} to {manifest.heaviest:g}"
+    if manifest.weighted_documents:
+        yield f"  weights    of single messages or tokens in {manifest.weighted_documents:,} documents"
     if manifest.dropped_documents:
         what = "pairs with a conversation" if manifest.pairs else "conversations"
         yield f"  dropped    {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
