@@ -59,6 +59,11 @@ UNSUPPORTED = {
 """Keys of conversations that are refused if they have a value, and the way out."""
 KTO = ("label", "kto_tag")
 """Keys that mark an answer as good or bad."""
+RATINGS = ("rating", "feedback")
+"""Keys that mark an answer as bad by a word, false or -1; their numbers are of unknown scales."""
+BAD = ("false", "-1", "no", "bad", "negative", "rejected", "undesirable", "dislike", "thumbs_down", "👎")
+BAD_ANSWERS = ("error", "drop", "train")
+"""What may happen to an answer that its record marks as bad."""
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys of a message that say whether it has a loss."""
 UNCLEAR_LOSS_KEYS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
@@ -80,6 +85,7 @@ class Document:
         message_weights: weights of messages, by index; 0: it must not be trained on. All others have 1.
         unused: keys of the record that are not used.
         read_anew: whether earlier versions of longctx may have read the record differently.
+        is_bad: whether its record marks it as a bad answer.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
     """
 
@@ -94,6 +100,7 @@ class Document:
     message_weights: Mapping[int, float] = field(default_factory=dict)
     read_anew: bool = False
     unused: tuple[str, ...] = ()
+    is_bad: bool = False
     ids: Ids | None = None
     learned: TokenWeights | None = None
 
@@ -133,7 +140,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO}
+    known = {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -142,8 +149,10 @@ def _usual(key: str, keys: Collection[str]) -> str:
     return "prompt" if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys) else key
 
 
-def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
-    """Returns the documents of a record; `text_column` is the key of the text, if given.
+def parse_record(
+    record: dict[str, Any], name: str, source_bytes: float, text_column: str | None, bad_answers: str = "error"
+) -> list[Document]:
+    """Returns the documents of a record; `text_column` is the key of the text, if given. `bad_answers`: see `BAD_ANSWERS`.
 
     That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
     equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
@@ -163,7 +172,7 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         used |= {"weight"}
         documents = [Document(name, source_bytes, None, weight=weight, format=kind, ids=ids, learned=learned)]
     else:
-        documents, used = _conversations(record, kind, name, source_bytes, weight)
+        documents, used = _conversations(record, kind, name, source_bytes, weight, bad_answers)
     if unused := tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {})):
         documents[:1] = [replace(document, unused=unused) for document in documents[:1]]
     for part in leaves([[document.text, document.messages, document.tools] for document in documents]):
@@ -175,13 +184,14 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
 
 
 def _conversations(
-    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float
+    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float, bad_answers: str
 ) -> tuple[list[Document], set[str]]:
     """Returns the conversation, or two of a preference pair, and the keys used."""
     for key, way_out in UNSUPPORTED.items():
         if record.get(key):
             raise FormatError(f"`{key}` is not supported: {way_out}")
     read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
+    is_bad = False
     if kind == PAIRS:
         asked = next((key for key in ("prompt", "messages", "conversations", "instruction") if record.get(key)), "prompt")
         prompt = _instruction(record) if asked == "instruction" else record.get(asked)
@@ -189,13 +199,8 @@ def _conversations(
     else:
         messages, first, used = _conversation(record, kind)
         sides = [(messages, first)]
-        for key in KTO:
-            mark = str(record.get(key)).lower().removesuffix(".0")
-            if mark in ("false", "0", "1", "-1", "no", "bad", "negative", "rejected", "undesirable"):
-                raise FormatError(
-                    f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, unless it is true"
-                )
-            used |= {key} if mark == "true" else set()
+        marks = {key: good for key in (*KTO, *RATINGS) if (good := _is_good(record, key, bad_answers)) is not None}
+        is_bad, used = not all(marks.values()), used | marks.keys()
         for key in filter(record.get, REJECTED):
             whole = {"chosen": messages, "rejected": record[key]}
             answer = {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]}
@@ -219,7 +224,7 @@ def _conversations(
         for message in messages:
             if message.keys() - {"role", "content"}:
                 anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
-        rest = first, weight, kind, weights, anew
+        rest = first, weight, kind, weights, anew, (), is_bad
         documents.append(Document(document_name, share, None, tuple(messages), tools, *rest))
         if kind == PAIRS and not documents[-1].has_loss:
             raise FormatError(f"the {side} answer has no loss, which its messages switch off: remove the record")
@@ -230,6 +235,19 @@ def _conversations(
                 "messages of pairs weigh 0 or 1; give the record a `weight` instead"
             )
     return documents, {*used, *BESIDE}
+
+
+def _is_good(record: dict[str, Any], key: str, bad_answers: str) -> bool | None:
+    """Returns whether a key marks the answer as good; None if it says nothing. Under `error`, raises FormatError if not."""
+    mark = str(record.get(key)).lower().removesuffix(".0")
+    if mark not in BAD and (key not in KTO or mark not in ("true", "0", "1")):
+        return None
+    if bad_answers == "error" and mark != "true":
+        raise FormatError(
+            f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, or give --bad-answers drop to leave "
+            f"out bad ones, or train to learn them like good ones{' (0 is bad then, and 1 good)' * (mark in '01')}"
+        )
+    return mark in ("true", "1")
 
 
 def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:

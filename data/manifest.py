@@ -56,6 +56,7 @@ class Manifest:
         pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
         useless_pairs: number of pairs left out because the completions are equal, or one is empty.
         untrained_documents: number of documents left out because they switch off the loss of everything.
+        bad_answers: number of answers that their records mark as bad, by what happened to them: drop or train.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
         limits: maximum number of documents and of bytes, where reading stopped.
@@ -101,6 +102,7 @@ class Manifest:
     pairs: bool = False
     useless_pairs: int = 0
     untrained_documents: int = 0
+    bad_answers: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)

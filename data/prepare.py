@@ -230,6 +230,8 @@ def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], 
         left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
         if counts.untrained:
             left_out.append(f"{counts.untrained} switch off the loss of everything")
+        if counts.bad:
+            left_out.append(f"{counts.bad} are bad answers")
         if counts.useless_pairs:
             left_out.append(f"{counts.useless_pairs} pairs have equal or empty completions")
         if counts.not_text:
@@ -288,6 +290,7 @@ def _manifest(
         pairs=PAIRS in counts.formats,
         useless_pairs=counts.useless_pairs,
         untrained_documents=counts.untrained,
+        bad_answers={corpus.bad_answers: counts.bad} if counts.bad else {},
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
         reading=READING,
