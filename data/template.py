@@ -123,14 +123,10 @@ class Template:
             return Rendered(text, None, missing)
         if not marks:
             spans = self._turns(text, messages, tools, turns)
-            learned = (
-                spans
-                if self._empty_thoughts
-                else [
-                    (_after_thought(text, start, stop, messages[turn]), stop)
-                    for turn, (start, stop) in zip(turns, spans, strict=True)
-                ]
-            )
+            learned = spans
+            if not self._empty_thoughts:
+                each = zip(turns, spans, strict=True)
+                learned = [(_after_thought(text, *span, messages[turn]), span[1]) for turn, span in each]
             thoughts = sum(before != after for before, after in zip(spans, learned, strict=True))
             spans, (start, stop) = learned, learned[-1]
             ended = text[stop:].strip() or self.markup.spells_special_tokens(self.markup.pieces(text.rstrip())[-1])
