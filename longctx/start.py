@@ -38,7 +38,7 @@ from longctx.training.checks import (
 )
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
-from longctx.training.optimizer import state_bytes
+from longctx.training.optimizer import state_bytes, whole_state_bytes
 from longctx.training.run import Run
 from longctx.training.run_profile import ProfilesDiffer
 from longctx.training.saved import checkpoint
@@ -141,6 +141,7 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     if config.checkpoint.every is not None:
         trained = spec.trained_parameters
         size = torch.float32.itemsize * trained + state_bytes(config.optimizer, trained, spec.trained_matrices)
+        size += whole_state_bytes(config.optimizer, spec, spec.layers, 1 if spec.tie_word_embeddings else 2)
     saved, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
