@@ -11,14 +11,14 @@ marker and a content, and never yield a special token, whatever a user has typed
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
+from longctx.data.weights import TokenWeights, token_weights
 from longctx.errors import UserError
 
 CHATML = (
@@ -45,17 +45,19 @@ class ChatError(UserError):
 
 
 def trained_turns(
-    messages: Sequence[Message], first_trained: int, train_on: str, without_loss: Collection[int] = ()
+    messages: Sequence[Message], first_trained: int, train_on: str, weights: Mapping[int, float] | None = None
 ) -> list[int]:
-    """Returns the indices of the assistant's messages to train on. Raises ChatError if there are none."""
+    """Returns the indices of the assistant's messages to train on, by the `weights` of some; raises ChatError if none are."""
+    weights = weights or {}
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_trained]
     if train_on == "all":
-        if without_loss:
-            raise ChatError(f"message {min(without_loss)} has no loss, but --train-on all trains on every token: use assistant")
+        for index, weight in weights.items():
+            what = f"weight {weight:g}" if weight else "no loss"
+            raise ChatError(f"message {index} has {what}, but --train-on all trains on every token: use assistant")
         return turns
     if not turns:
         raise ChatError("the conversation has no assistant message to train on: add one, or remove the conversation")
-    trained = [turn for turn in (turns[-1:] if train_on == "last" else turns) if turn not in without_loss]
+    trained = [turn for turn in (turns[-1:] if train_on == "last" else turns) if weights.get(turn, 1)]
     if not trained:
         raise ChatError(f"message {turns[-1]} has no loss, but --train-on last trains on it alone: use assistant")
     return trained
@@ -99,23 +101,29 @@ class ChatML:
         return np.array_equal(self.join(messages, contents, ())[0], self._tokenizer.encode_markup(rendered))
 
     def join(
-        self, messages: Sequence[Message], contents: Sequence[TokenArray], trained: Collection[int]
-    ) -> tuple[TokenArray, npt.NDArray[np.bool_]]:
+        self,
+        messages: Sequence[Message],
+        contents: Sequence[TokenArray],
+        trained: Collection[int],
+        weights: Mapping[int, float] | None = None,
+    ) -> tuple[TokenArray, TokenWeights]:
         """Joins the encoded `contents` of `messages`.
 
-        Returns token ids `[tokens]` and a mask `[tokens]` of targets: the tokens of the messages with the indices `trained`.
+        Returns token ids `[tokens]` and their weights as targets: messages with the indices `trained` have `weights`, or 1.
         The last token is a target if the end of the document that follows it shall be one.
         Raises TokenizerError if the tokenizer lacks characters of the markers, as roles would be indistinguishable, and
         ChatError for tool calls and other roles, which ChatML does not support.
         """
         heads, stop, newline = self._markers
         parts: list[TokenArray] = []
-        mask: list[bool] = []
+        mask: list[float] = []
         for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
             check_role(index, message["role"])
             if "tool_calls" in message:
                 raise ChatError(f"message {index} calls a tool, which ChatML does not support: {TOOLS_WAY_OUT}")
             parts += [heads[message["role"]], content, stop, newline]
             closes = self.ends_as_text and index == len(messages) - 1
-            mask += [False, index in trained, index in trained, index in trained and closes]
-        return np.concatenate(parts), np.repeat(mask, [len(part) for part in parts])
+            weight = (weights or {}).get(index, 1.0) if index in trained else 0.0
+            mask += [0.0, weight, weight, weight * closes]
+        weights_of_tokens = np.repeat(mask, [len(part) for part in parts])
+        return np.concatenate(parts), token_weights(weights_of_tokens)

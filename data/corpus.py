@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from longctx.data.chat import ChatError
-from longctx.data.formats import PAIRS, Document, columns_of, parse_record
+from longctx.data.formats import BAD_ANSWERS, PAIRS, Document, columns_of, parse_record
 from longctx.data.hub import HubDataset, may_be_name
 from longctx.data.messages import FormatError
 from longctx.data.readers import (
@@ -70,6 +70,7 @@ class SourceCounts:
         empty: number of empty documents, which are left out.
         useless_pairs: number of pairs without a preference, which are left out.
         formats: number of documents of each format.
+        bad: number of answers that their records mark as bad, which are left out or trained on.
         untrained: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
         read_anew: whether earlier versions may have read a record differently.
@@ -79,6 +80,7 @@ class SourceCounts:
     empty: int = 0
     useless_pairs: int = 0
     formats: dict[str, int] = field(default_factory=dict)
+    bad: int = 0
     untrained: int = 0
     unused: dict[str, int] = field(default_factory=dict)
     read_anew: bool = False
@@ -98,6 +100,7 @@ class Corpus:
         max_documents: stop after this number of documents; a pair counts as one. None: read all.
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
         hub: the data set on the hub.
+        bad_answers: what happens to answers that their records mark as bad: error, drop or train.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
     """
 
@@ -111,6 +114,7 @@ class Corpus:
     max_documents: int | None = None
     max_bytes: int | None = None
     hub: HubDataset | None = None
+    bad_answers: str = "error"
 
     @property
     def limits(self) -> dict[str, int]:
@@ -129,6 +133,8 @@ class Corpus:
         digest = hashlib.sha256(f"{self.kind}\n{column}\n".encode())
         if self.limits or self.hub:
             digest.update(f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode())
+        if self.bad_answers != "error":
+            digest.update(f"bad answers: {self.bad_answers}\n".encode())
         for file in self.files:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -151,6 +157,9 @@ class Corpus:
         taken = size = 0
         for documents in self._records(counts):
             counts.useless_pairs += not documents
+            counts.bad += (is_bad := any(document.is_bad for document in documents))
+            if is_bad and self.bad_answers == "drop":
+                continue
             for document in documents:
                 counts.read_anew |= document.read_anew
                 for key in document.unused:
@@ -197,7 +206,7 @@ class Corpus:
 
     def _documents(self, record: Record) -> list[Document]:
         try:
-            return parse_record(record.values, record.name, record.source_bytes, self.text_column)
+            return parse_record(record.values, record.name, record.source_bytes, self.text_column, self.bad_answers)
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
 
@@ -220,26 +229,29 @@ def open_corpus(
     revision: str | None = None,
     max_documents: int | None = None,
     max_bytes: int | None = None,
+    bad_answers: str = "error",
 ) -> Corpus:
     """Finds the files of a source, or a data set on the hub, if there is no file of that name.
 
     `split` is the split to read, where files or a dataset have several; None: train. `as_text` reads every file as one text.
     `subset` and `revision` are those of a data set on the hub. With `max_documents` or `max_bytes`, reading stops there, and
-    a data set of the hub is streamed.
+    a data set of the hub is streamed. `bad_answers` are answers that their records mark as bad: error, drop or train.
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
     for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
             raise CorpusError(f"{name} is {limit}: it must be at least 1")
+    if bad_answers not in BAD_ANSWERS:
+        raise CorpusError(f"bad_answers is {bad_answers!r}: it must be one of {', '.join(BAD_ANSWERS)}")
     if source != STANDARD_LIBRARY and may_be_name(source) and not Path(source).exists():
         if as_text:
             raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")
         hub = HubDataset.look_up(source, subset, split or "train", revision)
-        return Corpus(source, "hub", Path(), (), text_column, {}, False, max_documents, max_bytes, hub)
+        return Corpus(source, "hub", Path(), (), text_column, {}, False, max_documents, max_bytes, hub, bad_answers)
     if subset is not None or revision is not None:
         raise CorpusError(f"{source!r} is no OWNER/NAME of the hub: omit --subset and --revision")
     corpus = _local(source, text_column, split, as_text)
-    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes)
+    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes, bad_answers=bad_answers)
 
 
 def _local(source: str, text_column: str | None, split: str | None, as_text: bool) -> Corpus:

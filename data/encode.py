@@ -6,7 +6,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.formats import PAIRS, Document
@@ -17,6 +16,7 @@ from longctx.data.sampler import TRUNCATED
 from longctx.data.template import Rendered, Template
 from longctx.data.token_ids import Ids
 from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer, TokenizerError
+from longctx.data.weights import TokenWeights, token_weights
 
 
 class EncodedDocument(NamedTuple):
@@ -24,7 +24,7 @@ class EncodedDocument(NamedTuple):
 
     Attributes:
         tokens: token ids `[tokens]`.
-        trained: which tokens may be targets, bool `[tokens]`; None: all.
+        trained: weights of the tokens as targets; None: 1 for all.
         characters, lost: sums of the counts of `Encoded` over its texts.
         spelled: whether a text of a conversation contains special tokens, which are encoded as such.
         straddling: number of target tokens that also contain text that is not trained on.
@@ -35,7 +35,7 @@ class EncodedDocument(NamedTuple):
 
     document: Document
     tokens: TokenArray
-    trained: npt.NDArray[np.bool_] | None
+    trained: TokenWeights | None
     characters: int = 0
     lost: int = 0
     spelled: bool = False
@@ -82,7 +82,7 @@ class Encoder:
         for document in filter(self._has_template, documents):
             assert self.template is not None
             try:
-                options = document.first_trained, document.without_loss
+                options = document.first_trained, document.message_weights
                 rendered.append(self.template.render(document.messages, document.tools, *options))
             except ChatError as error:
                 raise ChatError(f"{document.name}: {error}") from error
@@ -150,13 +150,15 @@ class Encoder:
     def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
         if self.markup is None:
             return []
-        marked = self.markup.encode_batch([r.text for r in rendered], [r.spans or () for r in rendered], workers=self.workers)
+        spans = [r.spans or () for r in rendered], [r.weights for r in rendered]
+        marked = self.markup.encode_batch([r.text for r in rendered], *spans, workers=self.workers)
         return list(zip(rendered, marked, strict=True))
 
     def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> EncodedDocument:
         assert self.markup is not None
         end = self._end[: rendered.unended]
-        tokens, trained = np.append(marked.tokens, end), np.append(marked.trained, np.ones(len(end), np.bool_))
+        last = rendered.weights[-1] if rendered.weights else 1.0
+        tokens, trained = np.append(marked.tokens, end), token_weights(np.append(marked.trained, [last] * len(end)))
         return EncodedDocument(
             document,
             tokens,
@@ -188,8 +190,9 @@ class Encoder:
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
-            turns = trained_turns(document.messages, document.first_trained, self.train_on, document.without_loss)
-            tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], turns)
+            weights = document.message_weights
+            turns = trained_turns(document.messages, document.first_trained, self.train_on, weights)
+            tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], turns, weights)
             missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error

@@ -15,20 +15,21 @@ A record has the first of these formats that its keys allow (keys whose value is
 A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
 prompt, which may be called `query`. A rejected answer beside a conversation makes a preference pair, whose chosen answer is
-the last message; `rejected_messages` are a whole conversation. A message
-whose `weight`, `train`, `training` or `loss` is 0 or false has no loss. Keys with a known meaning are obeyed or refused;
-`Document.unused` names the others, except those of messages, which a template may print (see `longctx.data.left_out`).
+the last message; `rejected_messages` are a whole conversation. A message whose `weight`, `train`, `training` or `loss` is 0 or
+false has no loss; any other `weight` multiplies it. Keys with a known meaning are obeyed or refused; `Document.unused` names
+the others, except those of messages, which a template may print (see `longctx.data.left_out`).
 """
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
 from longctx.data.messages import FormatError, json_in, leaves, parse_messages, sharegpt
-from longctx.data.token_ids import IDS_KEYS, Ids, Mask, token_ids
+from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
+from longctx.data.weights import TokenWeights, is_weight
 
 PAIRS = "chosen-rejected"
 """Format of preference pairs: a record yields two documents, one after the other."""
@@ -58,6 +59,11 @@ UNSUPPORTED = {
 """Keys of conversations that are refused if they have a value, and the way out."""
 KTO = ("label", "kto_tag")
 """Keys that mark an answer as good or bad."""
+RATINGS = ("rating", "feedback")
+"""Keys that mark an answer as bad by a word, false or -1; their numbers are of unknown scales."""
+BAD = ("false", "-1", "no", "bad", "negative", "rejected", "undesirable", "dislike", "thumbs_down", "👎")
+BAD_ANSWERS = ("error", "drop", "train")
+"""What may happen to an answer that its record marks as bad."""
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys of a message that say whether it has a loss."""
 UNCLEAR_LOSS_KEYS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
@@ -76,10 +82,11 @@ class Document:
         tools: tool descriptions for the chat template; None if the record has none.
         first_trained: index of the first message that may be trained on.
         weight: weight of each of its tokens in the loss.
-        without_loss: indices of messages that must not be trained on.
+        message_weights: weights of messages, by index; 0: it must not be trained on. All others have 1.
         unused: keys of the record that are not used.
         read_anew: whether earlier versions of longctx may have read the record differently.
-        ids: token ids `[tokens]`, and `learned`: which of them may be targets `[tokens]`; None: all.
+        is_bad: whether its record marks it as a bad answer.
+        ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
     """
 
     name: str
@@ -90,11 +97,12 @@ class Document:
     first_trained: int = 0
     weight: float = 1.0
     format: str = "text"
-    without_loss: frozenset[int] = frozenset()
+    message_weights: Mapping[int, float] = field(default_factory=dict)
     read_anew: bool = False
     unused: tuple[str, ...] = ()
+    is_bad: bool = False
     ids: Ids | None = None
-    learned: Mask | None = None
+    learned: TokenWeights | None = None
 
     @property
     def size(self) -> int:
@@ -121,7 +129,7 @@ class Document:
         if self.learned is not None:
             return bool(self.learned[1:].any())
         turns = {place for place, message in enumerate(self.messages) if message["role"] == "assistant"}
-        return not turns or any(turn >= self.first_trained for turn in turns - self.without_loss)
+        return not turns or any(turn >= self.first_trained and self.message_weights.get(turn, 1) for turn in turns)
 
 
 def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
@@ -132,7 +140,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO}
+    known = {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -141,8 +149,10 @@ def _usual(key: str, keys: Collection[str]) -> str:
     return "prompt" if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys) else key
 
 
-def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
-    """Returns the documents of a record; `text_column` is the key of the text, if given.
+def parse_record(
+    record: dict[str, Any], name: str, source_bytes: float, text_column: str | None, bad_answers: str = "error"
+) -> list[Document]:
+    """Returns the documents of a record; `text_column` is the key of the text, if given. `bad_answers`: see `BAD_ANSWERS`.
 
     That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
     equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
@@ -162,7 +172,7 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         used |= {"weight"}
         documents = [Document(name, source_bytes, None, weight=weight, format=kind, ids=ids, learned=learned)]
     else:
-        documents, used = _conversations(record, kind, name, source_bytes, weight)
+        documents, used = _conversations(record, kind, name, source_bytes, weight, bad_answers)
     if unused := tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {})):
         documents[:1] = [replace(document, unused=unused) for document in documents[:1]]
     for part in leaves([[document.text, document.messages, document.tools] for document in documents]):
@@ -174,13 +184,14 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
 
 
 def _conversations(
-    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float
+    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float, bad_answers: str
 ) -> tuple[list[Document], set[str]]:
     """Returns the conversation, or two of a preference pair, and the keys used."""
     for key, way_out in UNSUPPORTED.items():
         if record.get(key):
             raise FormatError(f"`{key}` is not supported: {way_out}")
     read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
+    is_bad = False
     if kind == PAIRS:
         asked = next((key for key in ("prompt", "messages", "conversations", "instruction") if record.get(key)), "prompt")
         prompt = _instruction(record) if asked == "instruction" else record.get(asked)
@@ -188,13 +199,8 @@ def _conversations(
     else:
         messages, first, used = _conversation(record, kind)
         sides = [(messages, first)]
-        for key in KTO:
-            mark = str(record.get(key)).lower().removesuffix(".0")
-            if mark in ("false", "0", "1", "-1", "no", "bad", "negative", "rejected", "undesirable"):
-                raise FormatError(
-                    f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, unless it is true"
-                )
-            used |= {key} if mark == "true" else set()
+        marks = {key: good for key in (*KTO, *RATINGS) if (good := _is_good(record, key, bad_answers)) is not None}
+        is_bad, used = not all(marks.values()), used | marks.keys()
         for key in filter(record.get, REJECTED):
             whole = {"chosen": messages, "rejected": record[key]}
             answer = {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]}
@@ -212,35 +218,55 @@ def _conversations(
                 messages, first = [system, *messages], first and first + 1
             elif messages[0].get("content") != system["content"]:
                 raise FormatError("`system` differs from the system message at the start: remove one of the two")
-        messages, without_loss = _loss(messages)
+        messages, weights = _loss(messages)
         document_name, share = (f"{name}#{side}", source_bytes / 2) if kind == PAIRS else (name, source_bytes)
-        anew = read_anew or bool(without_loss)
+        anew = read_anew or bool(weights)
         for message in messages:
             if message.keys() - {"role", "content"}:
                 anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
-        rest = first, weight, kind, without_loss, anew
+        rest = first, weight, kind, weights, anew, (), is_bad
         documents.append(Document(document_name, share, None, tuple(messages), tools, *rest))
         if kind == PAIRS and not documents[-1].has_loss:
             raise FormatError(f"the {side} answer has no loss, which its messages switch off: remove the record")
+        if kind == PAIRS and (weighted := [each for each in weights.items() if each[1]]):
+            index, own = weighted[0]
+            raise FormatError(
+                f"message {index} of the {side} answer has `weight` {own}: the probabilities of whole answers are compared, so "
+                "messages of pairs weigh 0 or 1; give the record a `weight` instead"
+            )
     return documents, {*used, *BESIDE}
 
 
-def _loss(messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
-    """Returns the messages without the keys on loss, and the indices of those that must not be trained on."""
-    without_loss = set()
+def _is_good(record: dict[str, Any], key: str, bad_answers: str) -> bool | None:
+    """Returns whether a key marks the answer as good; None if it says nothing. Under `error`, raises FormatError if not."""
+    mark = str(record.get(key)).lower().removesuffix(".0")
+    if mark not in BAD and (key not in KTO or mark not in ("true", "0", "1")):
+        return None
+    if bad_answers == "error" and mark != "true":
+        raise FormatError(
+            f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, or give --bad-answers drop to leave "
+            f"out bad ones, or train to learn them like good ones{' (0 is bad then, and 1 good)' * (mark in '01')}"
+        )
+    return mark in ("true", "1")
+
+
+def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:
+    """Returns the messages without the keys on loss, and the weights of those that have another one than 1."""
+    weights: dict[int, float] = {}
     for index, message in enumerate(messages):
         for key in message.keys() & {*LOSS_KEYS, *UNCLEAR_LOSS_KEYS}:
             value = message[key]
             where = f"message {index}, of role {message['role']}, has `{key}` {value!r}"
             if key in UNCLEAR_LOSS_KEYS:
                 raise ChatError(f"{where}: {_EXPLICIT}")
-            if value not in (0, 1):
-                raise ChatError(f"{where}: it must be 0 or false for no loss, or 1 or true; a record may have any `weight`")
+            if value not in (0, 1) and not (key == "weight" and is_weight(value)):
+                rule = "; only a `weight` may be any number from 0 that float32 holds"
+                raise ChatError(f"{where}: it must be 0 or false for no loss, or 1 or true{rule}")
             if value and message["role"] != "assistant":
                 raise ChatError(f"{where}, but only the assistant's messages have a loss: remove the key")
-            if not value:
-                without_loss.add(index)
-    return [{key: value for key, value in m.items() if key not in LOSS_KEYS} for m in messages], frozenset(without_loss)
+            if value != 1:
+                weights[index] = weights.get(index, 1) * value
+    return [{key: value for key, value in m.items() if key not in LOSS_KEYS} for m in messages], weights
 
 
 def _detect(present: Collection[str], names: Collection[str], text_column: str | None) -> str:

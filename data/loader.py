@@ -12,6 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import make_steps
@@ -269,9 +271,11 @@ def read_step(
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
     targets = [count_targets(store, piece, masking) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
+    amounts = [weigh_targets(store, piece, masking) for piece in pieces] if (weighted := store.weighted) else targets
     names = [_name(store, piece) for piece in pieces]
     if merged is None:
         options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "masking": masking, "ahead": ahead}
+        options["weighted"] = weighted
         layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
         micro_batches = [pack(store, pieces, layout, **options) for layout in layouts]
     else:
@@ -286,7 +290,7 @@ def read_step(
         target_tokens=sum(targets),
         micro_batches=tuple(micro_batches),
         weights=() if set(weights) <= {1.0} else tuple(weights),
-        target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
+        target_weight=sum(weight * count for weight, count in zip(weights, amounts, strict=True)),
         store_documents=tuple(piece.document for piece in pieces),
         source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
         rows=() if merged is None else merged.rows,
@@ -296,8 +300,17 @@ def read_step(
 def count_targets(store: Store, piece: Piece, masking: Masking | None) -> int:
     """Returns the number of targets of a piece. With `masking` this reads the piece."""
     if masking is not None:
-        return masking.target_tokens(store, piece)
+        return int(masking.targets(store, piece).sum())
     return store.target_tokens(piece.document, piece.start, piece.stop)
+
+
+def weigh_targets(store: Store, piece: Piece, masking: Masking | None) -> float:
+    """Returns the sum of the weights of the targets of a piece, without the weight of its document."""
+    weights = store.token_weights(piece.document, piece.start, piece.stop)
+    if weights is None:
+        return count_targets(store, piece, masking)
+    targets = weights[1:] if masking is None else weights[masking.targets(store, piece)]
+    return float(targets.sum(dtype=np.float64))
 
 
 def names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:

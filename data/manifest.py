@@ -10,7 +10,8 @@ from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
-VERSION = 1
+VERSION, WITH_WEIGHTS = 1, 2
+"""Versions of stores without and with weights of tokens."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
@@ -51,9 +52,11 @@ class Manifest:
         straddling_tokens: number of target tokens that also contain text that is not trained on.
         empty_thoughts: number of turns that the chat template begins with an empty thought, which is not trained on.
         lightest, heaviest: smallest and largest weight of a document.
+        weighted_documents: number of documents with weights of tokens.
         pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
         useless_pairs: number of pairs left out because the completions are equal, or one is empty.
         untrained_documents: number of documents left out because they switch off the loss of everything.
+        bad_answers: number of answers that their records mark as bad, by what happened to them: drop or train.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
         limits: maximum number of documents and of bytes, where reading stopped.
@@ -95,9 +98,11 @@ class Manifest:
     empty_thoughts: int = 0
     lightest: float = 1.0
     heaviest: float = 1.0
+    weighted_documents: int = 0
     pairs: bool = False
     useless_pairs: int = 0
     untrained_documents: int = 0
+    bad_answers: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
@@ -142,9 +147,9 @@ class Manifest:
             raise StoreError(
                 f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
             ) from error
-        if (kind, version) != (FORMAT, VERSION):
+        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS):
             raise StoreError(
-                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
+                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} and {WITH_WEIGHTS}: "
                 f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
             )
         again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"

@@ -66,7 +66,8 @@ class MappedFile:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One Arrow record batch: document i has tokens[starts[i]:starts[i+1]], and `trained` likewise (empty: all).
+    """One Arrow record batch: document i has tokens[starts[i]:starts[i+1]], and `trained` likewise (empty: all), and
+    `weights` (empty: those of `trained`).
 
     `file` has it in the bytes from `begin` to `end`, which include its header.
     """
@@ -75,6 +76,8 @@ class Batch:
     starts: npt.NDArray[np.int32]
     trained: Any  # pyarrow.BooleanArray: one bit per token
     trained_starts: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32] | None  # None: the file has none
+    weight_starts: npt.NDArray[np.int32]
     file: MappedFile
     begin: int
     end: int
@@ -83,4 +86,7 @@ class Batch:
 def _batch(file: MappedFile, batch: Any, begin: int, end: int) -> Batch:
     tokens, trained = batch.column("tokens"), batch.column("trained")
     arrays = tokens.values.to_numpy(), tokens.offsets.to_numpy(), trained.values, trained.offsets.to_numpy()
-    return Batch(*arrays, file, begin, end)
+    if "token_weights" not in batch.schema.names:
+        return Batch(*arrays, None, arrays[3], file, begin, end)
+    weights = batch.column("token_weights")
+    return Batch(*arrays, weights.values.to_numpy(), weights.offsets.to_numpy(), file, begin, end)

@@ -13,14 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer as TokenizerJson
 
 from longctx.data.lost_text import LostText
 from longctx.data.tokenizer import TokenArray, byte_vocabulary, ids_of
+from longctx.data.weights import TokenWeights, token_weights
 
 Spans = Sequence[tuple[int, int]]
 """Spans of characters start … stop - 1 of a text, in ascending order, without overlap."""
+Weights = Sequence[float] | None
+"""Weights of the spans of a text; None: 1 for all."""
 
 
 class Marked(NamedTuple):
@@ -28,13 +30,13 @@ class Marked(NamedTuple):
 
     Attributes:
         tokens: token ids `[tokens]`.
-        trained: which tokens contain a character of a span, bool `[tokens]`.
+        trained: weights of the tokens that contain a character of a span; 0 for others.
         straddling: number of these that also contain characters outside.
         characters, lost: see `Encoded`.
     """
 
     tokens: TokenArray
-    trained: npt.NDArray[np.bool_]
+    trained: TokenWeights
     straddling: int
     characters: int = 0
     lost: int = 0
@@ -68,24 +70,26 @@ class Markup:
         """Splits a text into its special tokens and the texts between them, without empty ones."""
         return [piece for piece in re.split(f"({self._spelled.pattern})", text) if piece]
 
-    def encode_batch(self, texts: Sequence[str], spans: Sequence[Spans], *, workers: int | None = None) -> list[Marked]:
-        """Encodes several texts, each with its spans, in `workers` threads (None: one per core)."""
+    def encode_batch(
+        self, texts: Sequence[str], spans: Sequence[Spans], weights: Sequence[Weights], *, workers: int | None = None
+    ) -> list[Marked]:
+        """Encodes several texts, each with its spans and their weights, in `workers` threads (None: one per core)."""
         with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
-            return list(threads.map(self.encode, texts, spans))
+            return list(threads.map(self.encode, texts, spans, weights))
 
-    def encode(self, text: str, spans: Spans) -> Marked:
+    def encode(self, text: str, spans: Spans, weights: Weights = None) -> Marked:
         """Encodes one text. Raises TokenizerError if the tokenizer cannot encode it."""
         ids = ids_of(self._inner, text, "a conversation")
         tokens = np.array(ids, self._dtype)
-        trained, straddling = self._mark(text, ids, tokens, spans)
+        trained, straddling = self._mark(text, ids, tokens, spans, weights)
         if not self._lost.possible:
             return Marked(tokens, trained, straddling)
         # Without an unknown token, characters are looked up one by one, and those of special tokens may be missing.
         plain = self._added.sub("", text) if self._lost.unknown is None else text
         return Marked(tokens, trained, straddling, *self._lost.count(plain, tokens))
 
-    def _mark(self, text: str, ids: list[int], tokens: TokenArray, spans: Spans) -> tuple[npt.NDArray[np.bool_], int]:
-        trained = np.zeros(len(ids), np.bool_)
+    def _mark(self, text: str, ids: list[int], tokens: TokenArray, spans: Spans, weights: Weights) -> tuple[TokenWeights, int]:
+        trained: TokenWeights = np.zeros(len(ids), np.bool_ if weights is None else np.float32)
         if not spans:
             return trained, 0
         edges = [edge for span in spans for edge in span]
@@ -100,13 +104,13 @@ class Markup:
             (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
             starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         straddling = 0
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        for start, stop, weight in zip(edges[::2], edges[1::2], weights or [1.0] * len(spans), strict=True):
             first = int(np.searchsorted(stops, start, side="right"))
             end = int(np.searchsorted(starts, stop, side="left"))
             if first < end:
-                trained[first:end] = True
+                trained[first:end] = weight
                 straddling += int(starts[first] < start) + int(stops[end - 1] > stop)
-        return trained, straddling
+        return trained if weights is None else token_weights(trained), straddling
 
 
 def _any_of(words: Sequence[str]) -> re.Pattern[str]:

@@ -91,10 +91,10 @@ class Masking:
         tokens, trained = store.tokens(piece.document, first, piece.start + stop)
         return self.mask(tokens, epoch=piece.epoch, document=piece.document, start=first, trained=trained)
 
-    def target_tokens(self, store: "Store", piece: "Piece") -> int:
-        """Returns the number of masked tokens of a piece."""
+    def targets(self, store: "Store", piece: "Piece") -> npt.NDArray[np.bool_]:
+        """Returns which tokens of a piece are masked."""
         tokens, trained = store.tokens(piece.document, piece.start, piece.stop)
-        return int(self._masked(tokens, trained, piece.epoch, piece.document, piece.start, len(tokens)).sum())
+        return self._masked(tokens, trained, piece.epoch, piece.document, piece.start, len(tokens))
 
     def _masked(
         self, tokens: Ids, trained: npt.NDArray[np.bool_] | None, epoch: int, document: int, start: int, count: int

@@ -29,6 +29,7 @@ class Merging:
 
     def of(self, store: Store, pieces: Sequence[Piece]) -> Merged | None:
         """Returns the documents that the pieces of a step are merged to; None if no two of them are. Reads all pieces."""
+        assert not store.weighted, "weights of tokens may differ where documents are alike"
         sequences, labels = list[Ids](), list[Ids]()
         for piece in pieces:
             tokens, trained = store.tokens(piece.document, piece.start, piece.stop)

@@ -47,7 +47,7 @@ class MicroBatch:
         positions: int64 `[T]`; position in the document, or on the path of a tree, from 0; padding is 0.
         later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
             for multi-token prediction; 0 and -100 behind its end and in padding.
-        weights: float32 `[T]`; factor of the loss of every row, where sequences were merged; None: 1.
+        weights: float32 `[T]`; factor of the loss of every row, where tokens have weights or sequences were merged; None: 1.
         source: what an encoder-decoder's encoder reads; None for other models. The other fields then describe the target:
             tokens are the start token and target[:-1], labels are the target.
     """
@@ -130,10 +130,12 @@ def pack(
     pad_to_multiple_of: int = 1,
     masking: Masking | None = None,
     ahead: int = 0,
+    weighted: bool = False,
 ) -> MicroBatch:
     """Reads a rank's share of a micro-batch. `pieces` are the training documents, by the plan's document index.
 
     Labels are next tokens, or with `masking` the masked tokens. `ahead`: number of later tokens to read for every token.
+    `weighted`: whether to read weights of tokens, which a step has for all rows or for none.
     """
 
     def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
@@ -142,7 +144,25 @@ def pack(
             return masking.read(store, piece, start, stop)
         return store.read(piece.document, piece.start + start, piece.start + stop, end=piece.stop)
 
-    return fill(layout, read, pad_to_multiple_of, ahead)
+    def weights(document: int, start: int, stop: int) -> npt.ArrayLike:
+        piece, shift = pieces[document], masking is None  # a row has the weight of its label
+        found = np.ones(stop - start, np.float32)
+        own = store.token_weights(piece.document, piece.start + start + shift, min(piece.start + stop + shift, piece.stop))
+        if own is not None:
+            found[: len(own)] = own
+        return found
+
+    filled = fill(layout, read, pad_to_multiple_of, ahead)
+    return with_weights(filled, weights) if weighted else filled
+
+
+def with_weights(micro_batch: MicroBatch, read: Callable[[int, int, int], npt.ArrayLike]) -> MicroBatch:
+    """Returns a micro-batch with weights of its rows, from a function that reads those of spans of documents."""
+    weights = torch.zeros(len(micro_batch.tokens))
+    for shard in micro_batch.layout.shards:
+        rows = np.concatenate([read(shard.document, *shard.head), read(shard.document, *shard.tail)])
+        weights[shard.offset : shard.offset + shard.tokens] = torch.from_numpy(rows)
+    return replace(micro_batch, weights=weights)
 
 
 def empty_micro_batch(index: int, rank: int) -> MicroBatch:

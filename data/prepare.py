@@ -21,7 +21,7 @@ from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, WITH_WEIGHTS, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
 from longctx.data.request import StoreRequest
@@ -230,6 +230,8 @@ def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], 
         left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
         if counts.untrained:
             left_out.append(f"{counts.untrained} switch off the loss of everything")
+        if counts.bad:
+            left_out.append(f"{counts.bad} are bad answers")
         if counts.useless_pairs:
             left_out.append(f"{counts.useless_pairs} pairs have equal or empty completions")
         if counts.not_text:
@@ -288,6 +290,7 @@ def _manifest(
         pairs=PAIRS in counts.formats,
         useless_pairs=counts.useless_pairs,
         untrained_documents=counts.untrained,
+        bad_answers={corpus.bad_answers: counts.bad} if counts.bad else {},
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
         reading=READING,
@@ -297,6 +300,8 @@ def _manifest(
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
         empty_thoughts=sum(part.empty_thoughts for part in parts),
         straddling_tokens=sum(part.straddling_tokens for part in parts),
+        version=WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION,
+        weighted_documents=sum(part.weighted_documents for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
     )

@@ -119,10 +119,14 @@ class RolloutReader:
             if rollout.kind == "messages":
                 row = next(rendered)
                 assert row.trained is not None
+                if row.trained.dtype != np.bool_:
+                    raise CorpusError(
+                        f"{rollout.where}: a message has a weight: the advantage of a rollout weighs it; remove it"
+                    )
                 learned = np.flatnonzero(row.trained)
                 first, stop = learned[0], learned[-1] + 1
                 tokens.append(
-                    (row.tokens[:first].astype(np.int64), row.tokens[first:stop].astype(np.int64), row.trained[first:stop])
+                    (row.tokens[:first].astype(np.int64), row.tokens[first:stop].astype(np.int64), row.trained[first:stop] != 0)
                 )
                 continue
             prompt, completion = (self._ids(rollout.where, value) for value in (rollout.prompt, rollout.completion))

@@ -8,6 +8,7 @@ A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream file
     trained_tokens  int64, number of targets: labels of the whole document other than -100
     trained         list<bool>, which tokens may be targets; null means all (every document but conversations)
     weight          float64, weight of each of its targets in the loss; stores of older versions lack it, which means 1
+    token_weights   list<float32>, further factor of each target in the loss; null means 1; only files that need it have it
 
 The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
 `dataset_info.json` make the folder also a dataset of the `datasets` library (`load_from_disk`). Reading needs neither
@@ -37,8 +38,8 @@ from longctx.errors import shell
 Int64Array = npt.NDArray[np.int64]
 
 
-def store_schema(tokenizer: Tokenizer) -> Any:
-    """Returns the Arrow schema of a store's files."""
+def store_schema(tokenizer: Tokenizer, weighted: bool = False) -> Any:
+    """Returns the Arrow schema of a store's files, with weights of tokens if `weighted`."""
     columns = {
         "name": pyarrow.string(),
         "tokens": pyarrow.list_(pyarrow.from_numpy_dtype(tokenizer.dtype)),
@@ -47,6 +48,8 @@ def store_schema(tokenizer: Tokenizer) -> Any:
         "trained": pyarrow.list_(pyarrow.bool_()),
         "weight": pyarrow.float64(),
     }
+    if weighted:
+        columns["token_weights"] = pyarrow.list_(pyarrow.float32())
     return pyarrow.schema(columns.items())
 
 
@@ -126,7 +129,7 @@ class Store:
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
             parts = sorted(name for name in manifest.files if name.endswith(ARROW))
             files = [MappedFile(path / name, manifest.checksums.get(name, "")) for name in parts]
-            table = pyarrow.concat_tables([file.table for file in files])
+            table = pyarrow.concat_tables([file.table for file in files], promote_options="default")
         except (pyarrow.ArrowException, ValueError) as error:
             raise StoreError(f"store {path} is damaged: {error}; {again}") from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
@@ -169,7 +172,7 @@ class Store:
             Source(store.path, store.fingerprint, range(end - len(store), end), amount, unit)
             for store, amount, end in zip(stores, amounts, ends, strict=True)
         ]
-        table = pyarrow.concat_tables([store._table for store in stores])
+        table = pyarrow.concat_tables([store._table for store in stores], promote_options="default")
         batches = [batch for store in stores for batch in store._batches]
         return cls(first.path, first.manifest, first.tokenizer, table, batches, sources)
 
@@ -186,6 +189,11 @@ class Store:
         """Documents of which some tokens have no loss, as of conversations, bool `[documents]`."""
         partly: npt.NDArray[np.bool_] = self.trained_tokens < self.lengths - 1
         return partly
+
+    @property
+    def weighted(self) -> bool:
+        """Whether tokens may have weights of their own."""
+        return any(batch.weights is not None for batch in self._batches)
 
     @property
     def said(self) -> str:
@@ -236,6 +244,17 @@ class Store:
         if not 0 <= start <= stop <= self.lengths[document]:
             raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop}")
         return self._read(document, start, stop)
+
+    def token_weights(self, document: int, start: int, stop: int) -> npt.NDArray[np.float32] | None:
+        """Reads weights of the targets start … stop - 1 of a document, float32 `[stop - start]`; None: 1 for all of it.
+
+        Tokens that are no targets have 0. They multiply the weight of the document.
+        """
+        if not self.weighted:
+            return None
+        batch, row = self._locate(document)
+        first, end = batch.weight_starts[row : row + 2]
+        return None if batch.weights is None or first == end else batch.weights[first + start : first + stop]
 
     def target_tokens(self, document: int, start: int, stop: int) -> int:
         """Returns the number of targets of the span start … stop - 1 as a separate document, whose first token is no target."""

@@ -52,6 +52,7 @@ def reasoning_keys(text: str) -> list[str]:
 class Rendered:
     """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out.
 
+    `weights`: weights of the spans; None: 1 for all.
     `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
     `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
     """
@@ -61,6 +62,7 @@ class Rendered:
     left_out: Collection[str] = ()
     unended: bool = False
     thoughts: int = 0
+    weights: Sequence[float] | None = None
 
 
 class Template:
@@ -93,14 +95,19 @@ class Template:
         self._prompts: dict[tuple[str, bool, bool], str] = {}
 
     def render(
-        self, messages: Sequence[Message], tools: list[Any] | None, first_trained: int = 0, without_loss: Collection[int] = ()
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        first_trained: int = 0,
+        message_weights: Mapping[int, float] | None = None,
     ) -> Rendered:
-        """Renders a conversation and finds its spans to train on: none before message `first_trained`, nor in `without_loss`.
+        """Renders a conversation and finds its spans to train on: none before message `first_trained`, nor of weight 0.
 
         Raises ChatError if the template refuses the conversation, leaves an answer empty, or does not show where turns begin
         and end.
         """
-        turns = trained_turns(messages, first_trained, self._train_on, without_loss)
+        turns = trained_turns(messages, first_trained, self._train_on, message_weights)
+        weights = [message_weights.get(turn, 1.0) for turn in turns] if message_weights else None
         for index, message in enumerate(messages):
             check_role(index, message["role"], self._texts[bool(tools)])
         messages = [*map(self._with_reasoning, self._with_arguments(messages, bool(tools)))]
@@ -116,30 +123,29 @@ class Template:
             return Rendered(text, None, missing)
         if not marks:
             spans = self._turns(text, messages, tools, turns)
-            learned = (
-                spans
-                if self._empty_thoughts
-                else [
-                    (_after_thought(text, start, stop, messages[turn]), stop)
-                    for turn, (start, stop) in zip(turns, spans, strict=True)
-                ]
-            )
+            learned = spans
+            if not self._empty_thoughts:
+                each = zip(turns, spans, strict=True)
+                learned = [(_after_thought(text, *span, messages[turn]), span[1]) for turn, span in each]
             thoughts = sum(before != after for before, after in zip(spans, learned, strict=True))
             spans, (start, stop) = learned, learned[-1]
             ended = text[stop:].strip() or self.markup.spells_special_tokens(self.markup.pieces(text.rstrip())[-1])
             if ended or not self.ends_no_turn:
-                return Rendered(text, spans, missing, thoughts=thoughts)
-            return Rendered(text, [*spans[:-1], (start, len(text))], missing, unended=True, thoughts=thoughts)
+                return Rendered(text, spans, missing, thoughts=thoughts, weights=weights)
+            spans = [*spans[:-1], (start, len(text))]
+            return Rendered(text, spans, missing, unended=True, thoughts=thoughts, weights=weights)
         spans = sorted((start, stop) for start, stop in spans if start < stop)
-        if len(turns) < sum(message["role"] == "assistant" for message in messages):  # the other turns are not trained on
-            trained = self._turns(text, messages, tools, turns)
-            spans = [(a, b) for a, b in spans if any(a < stop and start < b for start, stop in trained)]
+        if weights or len(turns) < sum(message["role"] == "assistant" for message in messages):
+            trained = self._turns(text, messages, tools, turns)  # the other turns are not trained on
+            owners = [[n for n, (start, stop) in enumerate(trained) if a < stop and start < b] for a, b in spans]
+            spans = [span for span, turn in zip(spans, owners, strict=True) if turn]
+            weights = weights and [weights[turn[0]] for turn in owners if turn]
         if not spans:
             raise ChatError(
                 "the template marks nothing of this conversation as generated, so there is nothing to train on: remove the "
                 "conversation, or correct the template"
             )
-        return Rendered(text, spans, missing)
+        return Rendered(text, spans, missing, weights=weights)
 
     # --- rendering
 

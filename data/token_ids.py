@@ -7,10 +7,13 @@ import numpy.typing as npt
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.messages import FormatError
+from longctx.data.weights import TokenWeights, is_weight, token_weights
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+WEIGHTS = ("loss_mask", "weights")
+"""Keys of the weight of each token in the loss, often only 0 or 1."""
+MASKS = (*WEIGHTS, "completion_mask", "assistant_masks")
 """Keys of a mask with 1 for each token that has a loss; the last two are TRL's."""
 PACKED = ("position_ids", "seq_lengths")
 IDS_KEYS = ("input_ids", "labels", *MASKS, "attention_mask", *PACKED)
@@ -18,14 +21,18 @@ IDS_KEYS = ("input_ids", "labels", *MASKS, "attention_mask", *PACKED)
 APART = "give a record per document, so that attention does not cross their edges"
 
 
-def token_ids(record: dict[str, Any]) -> tuple[Ids, Mask | None, set[str]]:
-    """Returns the tokens of a record, which of them may be targets (None: all), and the keys used.
+def token_ids(record: dict[str, Any]) -> tuple[Ids, TokenWeights | None, set[str]]:
+    """Returns the tokens of a record, their weights as targets (None: all 1), and the keys used.
 
     `labels` are the ids themselves where there is a loss, not shifted, and -100 elsewhere; a mask has 1 for each token with a
-    loss. Raises FormatError for padding, and for several documents in one record.
+    loss, or its weight. Raises FormatError for padding, and for several documents in one record.
     """
     tokens = _numbers(record, "input_ids")
-    each = {key: _numbers(record, key, len(tokens)) for key in IDS_KEYS[1:-1] if record.get(key) is not None}
+    each = {
+        key: _numbers(record, key, len(tokens), "iubf" if key in WEIGHTS else "iub")
+        for key in IDS_KEYS[1:-1]
+        if record.get(key) is not None
+    }
     says = [key for key in ("labels", *MASKS) if key in each]
     if len(says) > 1:
         raise FormatError(f"`{says[0]}` and `{says[1]}` both say which tokens have a loss: remove one of the two")
@@ -46,24 +53,26 @@ def token_ids(record: dict[str, Any]) -> tuple[Ids, Mask | None, set[str]]:
                 f"`labels` has {values[place]} at position {place}, where `input_ids` has {tokens[place]}: labels must be the "
                 f"ids themselves, not shifted by one, or {IGNORED_LABEL} for no loss"
             )
-    elif (place := _first((values != 0) & (values != 1))) is not None:
-        raise FormatError(f"`{key}` is {values[place]} at position {place}: it must be 1 for a loss, or 0")
-    else:
-        learned = values == 1
-    return tokens, learned, {"input_ids", key}
+        return tokens, learned, {"input_ids", key}
+    allowed = np.array([*map(is_weight, values)], np.bool_) if key in WEIGHTS else (values == 0) | (values == 1)
+    if (place := _first(~allowed)) is not None:
+        rule = "a weight of 0 or more, which float32 can hold" if key in WEIGHTS else "1 for a loss, or 0"
+        raise FormatError(f"`{key}` is {values[place]} at position {place}: it must be {rule}")
+    return tokens, token_weights(values), {"input_ids", key}
 
 
-def _numbers(record: dict[str, Any], key: str, length: int | None = None) -> Ids:
-    """Returns a list of integers. Raises FormatError if it is none, or has another length."""
+def _numbers(record: dict[str, Any], key: str, length: int | None = None, kinds: str = "iub") -> npt.NDArray[Any]:
+    """Returns a list of numbers of these `kinds` of numpy. Raises FormatError if it is none, or has another length."""
     try:
         numbers = np.asarray(record[key])
     except (ValueError, OverflowError):
         numbers = np.array("no list of numbers")
-    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iub"):
-        raise FormatError(f"`{key}` must be a list of whole numbers, one for each token of one document")
+    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in kinds):
+        what = "numbers" if "f" in kinds else "whole numbers"
+        raise FormatError(f"`{key}` must be a list of {what}, one for each token of one document")
     if length is not None and len(numbers) != length:
         raise FormatError(f"`{key}` has {len(numbers):,} numbers, but `input_ids` has {length:,}: give one for each token")
-    return numbers.astype(np.int64)
+    return numbers if numbers.dtype.kind == "f" else numbers.astype(np.int64)
 
 
 def _first(wrong: Mask) -> int | None:

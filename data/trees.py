@@ -9,16 +9,15 @@ token of their prompt is a row of each, whose loss would be lost otherwise. The 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.packing import Ids, MicroBatch, PackingError, Tokens, pack_documents
+from longctx.data.packing import Ids, MicroBatch, PackingError, Tokens, pack_documents, with_weights
 from longctx.planning.plan import Plan
 from longctx.planning.tree import ROOT, Tree, is_too_large
 
@@ -112,13 +111,8 @@ def pack_merged(plan: Plan, rank: int, merged: Merged, *, pad_to_multiple_of: in
     """
     documents = merged.tokens, merged.labels
     packed, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
-    for number, batch in enumerate(packed):
-        weights = torch.zeros(len(batch.tokens))
-        for shard in batch.layout.shards:
-            rows = np.r_[slice(*shard.head), slice(*shard.tail)]
-            weights[shard.offset : shard.offset + shard.tokens] = torch.from_numpy(merged.weights[shard.document][rows]).float()
-        packed[number] = replace(batch, weights=weights)
-    return packed, merged.target_weight
+    weighed = [with_weights(batch, lambda document, *span: merged.weights[document][slice(*span)]) for batch in packed]
+    return weighed, merged.target_weight
 
 
 def _keys(sequences: Sequence[Tokens], labels: Sequence[Tokens] | None) -> list[Ids]:

@@ -23,6 +23,7 @@ from longctx.data.encode import EncodedDocument, Encoder
 from longctx.data.formats import PAIRS, Document
 from longctx.data.store import store_schema
 from longctx.data.tokenizer import Tokenizer
+from longctx.data.weights import TokenWeights
 
 PART_TOKENS = 1 << 25  # minimum tokens per Arrow file, the unit of resuming
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 4 << 20, 1024  # text to tokenize at once, by all threads
@@ -57,6 +58,8 @@ class Part:
     empty_thoughts: int = 0
     lightest: float = math.inf
     heaviest: float = 0.0
+    weighted: bool = False  # whether it has the column `token_weights`
+    weighted_documents: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     checksums: str = ""
 
@@ -75,7 +78,11 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCo
             journal.flush()
 
         for batch, rows, dropped in _encoded(_batches(documents), encoder):
-            writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer)
+            weighted = any(_has_weights(row.trained) for row in rows)
+            if writer is not None and weighted > writer.part.weighted:
+                finish(writer)
+                writer = None
+            writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer, weighted)
             writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
             progress("tokenizing", min(1.0, read / max(1, corpus.bytes)))
@@ -136,12 +143,12 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 class _PartWriter:
     """Writes one Arrow stream file, one record batch at a time."""
 
-    def __init__(self, file: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool) -> None:
         self._file = file
-        self._schema = store_schema(tokenizer)
+        self._schema = store_schema(tokenizer, weighted)
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
-        self.part = Part(file.name)
+        self.part = Part(file.name, weighted=weighted)
 
     def write(self, documents: Sequence[Document], rows: Sequence[EncodedDocument], dropped: int) -> None:
         """Appends the rows of `documents`, of which `dropped` documents have none."""
@@ -155,20 +162,18 @@ class _PartWriter:
         weights = [row.document.weight for row in rows]
         masks = [row.trained for row in rows]
         targets = np.array(
-            [n - 1 if mask is None else mask[1:].sum() for n, mask in zip(lengths, masks, strict=True)], np.int64
+            [n - 1 if mask is None else np.count_nonzero(mask[1:]) for n, mask in zip(lengths, masks, strict=True)], np.int64
         )
         columns = [
             pyarrow.array(names),
             pyarrow.ListArray.from_arrays(_offsets(lengths), np.concatenate([row.tokens for row in rows])),
             pyarrow.array(lengths),
             pyarrow.array(targets),
-            pyarrow.ListArray.from_arrays(
-                _offsets([0 if mask is None else len(mask) for mask in masks]),
-                np.concatenate([mask for mask in masks if mask is not None] or [np.zeros(0, np.bool_)]),
-                mask=pyarrow.array([mask is None for mask in masks]),
-            ),
+            _lists([None if mask is None else mask != 0 for mask in masks], np.bool_),
             pyarrow.array(weights, pyarrow.float64()),
         ]
+        if self.part.weighted:
+            columns.append(_lists([mask if _has_weights(mask) else None for mask in masks], np.float32))
         self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
         part.documents += len(rows)
         part.tokens += int(lengths.sum())
@@ -188,6 +193,7 @@ class _PartWriter:
         part.truncated_documents += sum(row.truncated for row in rows)
         part.empty_thoughts += sum(row.thoughts for row in rows)
         part.straddling_tokens += sum(row.straddling for row in rows)
+        part.weighted_documents += sum(map(_has_weights, masks))
         part.lightest, part.heaviest = min(part.lightest, *weights), max(part.heaviest, *weights)
 
     def finish(self) -> Part:
@@ -198,6 +204,19 @@ class _PartWriter:
         return self.part
 
 
+def _has_weights(trained: TokenWeights | None) -> bool:
+    return trained is not None and trained.dtype == np.float32
+
+
+def _lists(values: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> Any:
+    """Returns an Arrow column of lists, null for None."""
+    return pyarrow.ListArray.from_arrays(
+        _offsets([0 if each is None else len(each) for each in values]),
+        np.concatenate([each for each in values if each is not None] or [np.zeros(0, dtype)]),
+        mask=pyarrow.array([each is None for each in values]),
+    )
+
+
 def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
@@ -206,7 +225,8 @@ def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part
     """Writes the files that `datasets.load_from_disk` needs besides the Arrow files."""
     import datasets  # imported here: it takes a second, and only preparing needs it
 
-    features = datasets.Features.from_arrow_schema(store_schema(tokenizer))
+    schema = store_schema(tokenizer, any(part.weighted for part in parts))
+    features = datasets.Features.from_arrow_schema(schema)
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
         "_data_files": [{"filename": part.file} for part in parts],

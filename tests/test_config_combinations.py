@@ -18,7 +18,7 @@ from tests.family_cases import build
 VALUES = (
     *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
     *(False, "grpo", "token_mask", "adamw", "cosine", "nf4"),
-    *(["q_proj"], {8192: 1}, [{"path": "a", "weight": 1.0}]),
+    *(["q_proj"], [0.8, 0.9], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""
 OWN = {"lora.target_parameters": ["experts.down_proj"]}

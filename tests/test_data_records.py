@@ -83,7 +83,12 @@ def test_sides_of_a_pair_obey_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ({"weight": 0.5}, "has `weight` 0.5: it must be 0 or false for no loss, or 1 or true"),
+        ({"weight": -0.5}, "has `weight` -0.5: it must be 0 or false for no loss, or 1 or true; only a `weight` may be any"),
+        ({"weight": float("nan")}, "has `weight` nan: it must be 0 or"),
+        ({"weight": float("inf")}, "has `weight` inf: it must be 0 or"),
+        ({"weight": 1e-50}, "has `weight` 1e-50: it must be 0 or"),
+        ({"weight": "0.5"}, "has `weight` '0.5': it must be 0 or"),
+        ({"train": 0.5}, "has `train` 0.5: it must be 0 or"),
         ({"train": "no"}, "has `train` 'no': it must be 0 or false"),
         ({"mask": True}, "has `mask` True: tools differ in what it means: write `train: true` or `train: false`"),
         ({"masked": 1}, "has `masked` 1: tools differ"),
@@ -139,6 +144,8 @@ def test_conversations_without_loss_are_dropped_and_counted(tmp_path: Path, caps
         {"messages": chat("Q", "bad"), "label": "False"},
         {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}], "label": 1},
         *({"prompt": "Q", "completion": "bad", "label": mark} for mark in ("bad", "Undesirable", "No", -1)),
+        {"messages": chat("Q", "bad"), "rating": -1},
+        {"messages": chat("Q", "bad"), "feedback": "thumbs_down"},
     ],
 )
 def test_an_answer_marked_as_bad_is_refused(
@@ -146,7 +153,50 @@ def test_an_answer_marked_as_bad_is_refused(
 ) -> None:
     source = written(tmp_path, [record], suffix)
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 2
-    assert "which may mark a bad answer: remove the record, unless it is true" in capsys.readouterr().err
+    assert "which may mark a bad answer: remove the record, or give --bad-answers drop" in capsys.readouterr().err
+
+
+MARKED = [
+    {"prompt": "Q", "completion": "good", "label": True},
+    {"prompt": "Q", "completion": "bad", "label": False},
+    {"prompt": "Q", "completion": "better", "label": 1},
+    {"prompt": "Q", "completion": "worse", "label": 0},
+    {"messages": chat("Q", "poor"), "rating": "bad"},
+    {"messages": chat("Q", "rated"), "rating": 4},
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("way", "learns", "told"),
+    [
+        ("drop", ["good", "better", "rated"], "  dropped    3 bad answers"),
+        ("train", ["good", "bad", "better", "worse", "poor", "rated"], "  loss on    3 bad answers, like good ones"),
+    ],
+)
+def test_bad_answers_are_dropped_or_learnt_as_asked(
+    tmp_path: Path, way: str, learns: list[str], told: str, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = dict.fromkeys(key for record in MARKED for key in record)
+    texts = {"label", "rating"} if suffix == "parquet" else set()  # a column has one type
+    marked = [{k: str(record[k]) if k in record and k in texts else record.get(k) for k in keys} for record in MARKED]
+    source = written(tmp_path, marked, suffix)
+    command = ["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]
+    assert main([*command, "--bad-answers", way]) == 0
+    assert told in capsys.readouterr().out.splitlines()
+    store = Store.open(tmp_path / "store")
+    assert [learnt(store, document).removesuffix(END) for document in range(len(store))] == learns
+    assert store.manifest is not None and (store.manifest.bad_answers, store.manifest.unused) == ({way: 3}, {"rating": 1})
+    assert main([*command, "--bad-answers", way]) == 0 and "up to date" in capsys.readouterr().out
+    assert main(command) == 2, "another store is asked for"
+
+
+def test_nothing_is_left_of_bad_answers_alone(tmp_path: Path) -> None:
+    source = open_corpus(str(written(tmp_path, [MARKED[1]] * 2)), bad_answers="drop")
+    with pytest.raises(CorpusError, match="has no document with text: 2 are bad answers"):
+        prepare(source, tmp_path / "store", tokenizer="bytes")
+    with pytest.raises(CorpusError, match="bad_answers is 'keep': it must be one of error, drop, train"):
+        open_corpus(str(tmp_path), bad_answers="keep")
 
 
 def test_an_answer_marked_as_good_is_learnt(tmp_path: Path) -> None:

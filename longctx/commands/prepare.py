@@ -86,6 +86,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="what happens to conversations of more than --max-length tokens; truncate_left keeps the end",
     )
     parser.add_argument(
+        "--bad-answers",
+        choices=("error", "drop", "train"),
+        default="error",
+        help="what happens to answers that their records mark as bad (a label or kto_tag of false, 0 or -1, a rating of bad): "
+        "drop them, or train on them like good ones",
+    )
+    parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
     )
     parser.add_argument(
@@ -129,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = dict(map(_variable, arguments.template_set or ()))
     began = time.perf_counter()
-    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes")
+    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes", "bad_answers")
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
     out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
@@ -217,6 +224,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
         yield f"  weights    {manifest.lightest:g} to {manifest.heaviest:g}"
+    if manifest.weighted_documents:
+        yield f"  weights    of single messages or tokens in {manifest.weighted_documents:,} documents"
     if manifest.dropped_documents:
         what = "pairs with a conversation" if manifest.pairs else "conversations"
         yield f"  dropped    {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
@@ -226,6 +235,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
     if manifest.untrained_documents:
         yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
+    for way, count in manifest.bad_answers.items():
+        yield f"  dropped    {count:,} bad answers" if way == "drop" else f"  loss on    {count:,} bad answers, like good ones"
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} empty documents"
     if manifest.limits:

@@ -53,18 +53,22 @@ def examples(store: "Store") -> None:
         for number, (start, stop) in enumerate(spans):
             if number:
                 text.append(f"\n… {length - 2 * SHOWN_TOKENS:,} tokens …\n", "dim")
-            for with_loss, piece in _pieces(store, document, start, stop):
-                if not with_loss or coloured:
-                    text.append(piece, WITH_LOSS if with_loss else None)
+            for weight, piece in _pieces(store, document, start, stop):
+                if weight not in (0, 1):
+                    text.append(f"{weight:g}×")
+                if not weight or coloured:
+                    text.append(piece, WITH_LOSS if weight else None)
                 else:
                     text.append(piece.join(BRACKETS))
         console.print(text)
 
 
-def _pieces(store: "Store", document: int, start: int, stop: int) -> Sequence[tuple[bool, str]]:
-    """Returns (with loss, text) of consecutive runs of tokens with or without loss."""
+def _pieces(store: "Store", document: int, start: int, stop: int) -> Sequence[tuple[float, str]]:
+    """Returns (weight in the loss, text) of consecutive runs of tokens of the same weight; 0: without loss."""
     before = max(0, start - 1)
     tokens, labels = store.read(document, before, stop)
-    with_loss = np.concatenate([[False], labels[:-1] != IGNORED_LABEL])[start - before :]
+    with_loss = np.concatenate([[0.0], labels[:-1] != IGNORED_LABEL])[start - before :]
+    if (own := store.token_weights(document, start, stop)) is not None:
+        with_loss *= own
     runs = groupby(zip(with_loss.tolist(), tokens[start - before :].tolist(), strict=True), key=lambda pair: pair[0])
     return [(kind, store.tokenizer.decode(token for _, token in run)) for kind, run in runs]

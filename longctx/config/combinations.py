@@ -91,6 +91,7 @@ class _Condition(NamedTuple):
     def holds(self, value: Any) -> bool:
         if self.operator == ">":
             return value is not None and bool(value > self.operand)
+        value = list(value) if isinstance(value, tuple) else value
         return bool(value == self.operand) == (self.operator == "is")
 
 
@@ -295,12 +296,17 @@ def _experts() -> Iterator[Row]:
 def _optimizers() -> Iterator[Row]:
     not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
     yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
+    adafactor = Where("optimizer.name is adafactor", ("optimizer.name=adamw",))
+    yield Row("optimizer.betas is not [0.9, 0.95]", adafactor, "it has no effect")
+    yield Row("optimizer.eps is not 1.0e-08", adafactor, "it has no effect")
     not_wsd = Where("optimizer.schedule is not wsd", ("optimizer.schedule=wsd",))
     for setting in ("optimizer.decay_share is not 0.2", "optimizer.decay_shape is not linear"):
         yield Row(setting, not_wsd, "it has no effect")
     constant = Where("optimizer.schedule is constant", ("optimizer.schedule=cosine",))
     yield Row("optimizer.min_learning_rate_ratio is not 0.1", constant, "it has no effect")
     eight_bit = Where("optimizer.name is adamw-8bit", ("optimizer.name=adamw",))
+    adafactor = Where("optimizer.name is adafactor", ("optimizer.name=adamw",))
+    yield Row("train.freeze is not null", adafactor, "its resumption with frozen parameters has not been bit by bit")
     yield Row("train.offload_optimizer is true", eight_bit, "8-bit moments stay on the device")
 
 

@@ -393,10 +393,12 @@ class ParameterGroup(Section):
 class OptimizerSection(Section):
     """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
 
-    name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
+    name: Literal["adamw", "muon", "adamw-8bit", "adafactor"] = "adamw"
     """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
     and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by torchao (extra
-    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
+    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256; adafactor: of a
+    matrix it keeps means by row and column only, as torch.optim.Adafactor; a step is learning_rate (from the schedule, at most
+    1 / √step) times the RMS of the parameter, so that rates are larger than AdamW's: torch's default is 0.01"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate"""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"

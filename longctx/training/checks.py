@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from longctx.config import Config
+from longctx.config.combinations import merges_prefixes
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
 from longctx.data.manifest import TOKENIZER
@@ -64,6 +65,23 @@ def check_pairs(config: Config, data: RunData) -> None:
             )
 
 
+def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
+    """Raises UserError if tokens of a store have weights, and what is trained has none for them."""
+    for key, store in (("data.store", data.store), ("eval.store", data.validation)):
+        if store is None or not store.weighted:
+            continue
+        if merges_prefixes(config):
+            raise UserError(
+                f"data.merge_prefixes is true, but {key} {store.said} has weights of tokens, which may differ where documents "
+                "are alike: set data.merge_prefixes to false"
+            )
+        if source.spec.predictions:
+            raise UserError(
+                f"the model predicts {source.spec.predictions} later tokens, but {key} {store.said} has weights of tokens, "
+                "which only the next one has: set model.num_nextn_predict_layers to 0, or prepare weights of 0 and 1"
+            )
+
+
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
     """Raises UserError if the model does not fit the stores.
 
@@ -72,6 +90,7 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
     if config.model.from_pretrained is not None:
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
         make_masking(config, data.store, config.train.seed)
+    _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from longctx.config import Config
 from longctx.data.loader import Planner, plan_step, read_step
@@ -21,7 +22,7 @@ from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, make_masking, padding
 from longctx.training.objectives.loss import log_probabilities
-from longctx.training.objectives.objective import Objective
+from longctx.training.objectives.objective import Objective, TokenMean
 from longctx.training.passes import Passes
 
 
@@ -153,13 +154,17 @@ class Validator:
         return Validation(loss, targets, time.perf_counter() - began, accuracy)
 
     def _mean_loss(self) -> tuple[float, None, int]:
-        """Returns the mean loss over all targets, and their number."""
-        mesh, total, targets = self.passes.mesh, 0.0, 0
+        """Returns the mean loss over all targets, weighted as in training, and their number."""
+        mesh, total, divisor, targets = self.passes.mesh, 0.0, 0.0, 0
         for batch in self.documents.steps(self.planner, mesh):
-            values = self.passes.look(batch, log_probabilities)
-            total -= sum(float(value.double().sum()) for value in values) if mesh.counts else 0.0
+            values, weights = self.passes.look(batch, log_probabilities), TokenMean().weights(batch)
+            for number, value in enumerate(values if mesh.counts else ()):
+                of_tokens = None if weights.tokens is None else weights.tokens[number]
+                assert of_tokens is None or isinstance(of_tokens, torch.Tensor)
+                total -= float((value.double() if of_tokens is None else value.double() * of_tokens.to(value.device)).sum())
             targets += batch.target_tokens
-        return float(mesh.gather([total]).sum()) / max(1, targets), None, targets
+            divisor += weights.divisor if batch.target_tokens else 0.0
+        return float(mesh.gather([total]).sum()) / (divisor or 1.0), None, targets
 
     def _mean_preference(self, objective: Objective) -> tuple[float, float, int]:
         """Returns the mean preference loss and accuracy over all pairs, and the number of targets."""
