@@ -54,6 +54,7 @@ def train(
     config: Config,
     *,
     resume: bool = False,
+    step: int | None = None,
     resume_if_any: bool = False,
     continued: Path | None = None,
     trace_steps: range | None = None,
@@ -63,6 +64,7 @@ def train(
     Args:
         config: settings of the run, from `longctx.load_config`.
         resume: continue from the newest complete checkpoint of `train.run_dir`.
+        step: continue from the checkpoint of this step instead; later ones are moved to a folder set-aside-1 of the run.
         resume_if_any: the same if there is a checkpoint, else start from the beginning.
         continued: folder of another run, whose newest complete checkpoint is the beginning of this run: weights, moments, step
             and places in the stores. Lengths, stores, batch, parallelism and RoPE may differ.
@@ -73,7 +75,7 @@ def train(
     Raises UserError for everything that is wrong before the processes join.
     """
     check(config, world_size=Launch.read().world_size)
-    run = prepare(config, resume=resume, resume_if_any=resume_if_any, continued=continued)
+    run = prepare(config, resume=resume, step=step, resume_if_any=resume_if_any, continued=continued)
     run, config = replace(run, traced=trace_steps), run.config
     rank, peers = run.launch.rank, None
     stop = StopSignal.install(interrupts=True)
@@ -104,11 +106,21 @@ def train(
     return 0 if finished else 128 + stop.number
 
 
-def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False, continued: Path | None = None) -> Run:
+def prepare(
+    config: Config,
+    *,
+    resume: bool = False,
+    step: int | None = None,
+    resume_if_any: bool = False,
+    continued: Path | None = None,
+) -> Run:
     """Opens everything that a run needs, and checks everything that can be checked before the processes join.
 
     Rank 0 prints notes on settings without effect, and on damaged checkpoints. See `train`. Raises UserError.
     """
+    if step is not None and resume_if_any:
+        raise UserError(f"--resume is {step}, but --resume-if-any takes the newest checkpoint: omit one of the two")
+    resume = resume or step is not None
     if continued is not None and resume:
         raise UserError(f"--continue is {continued}, but --resume continues the run itself: omit one, or use --resume-if-any")
     if continued is not None and config.dpo.beta is not None:
@@ -140,15 +152,21 @@ def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False
     size = 0
     if config.checkpoint.every is not None:
         trained = spec.trained_parameters
-        size = torch.float32.itemsize * trained + state_bytes(config.optimizer, trained, spec.trained_matrices)
+        weights = trained if spec.adapted else spec.parameters
+        size = torch.float32.itemsize * weights + state_bytes(config.optimizer, trained, spec.trained_matrices)
         size += whole_state_bytes(config.optimizer, spec, spec.layers, 1 if spec.tie_word_embeddings else 2)
     saved, damaged = open_run_folder(
-        config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
+        config.train.run_dir,
+        resume=resume or resume_if_any,
+        or_begin=resume_if_any,
+        checkpoint_bytes=size,
+        step=step,
+        best=config.checkpoint.best,
     )
     if saved is None and continued is not None:
         saved, more = checkpoint.to_continue(continued, config.train.steps)
         damaged += more
-    run = replace(run, checkpoint=saved)
+    run = replace(run, checkpoint=saved, returns=step is not None)
     changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
     check_export(config, saved if run.resumes else None)
     if run.launch.rank == 0:
@@ -204,7 +222,7 @@ def _fit(run: Run, mesh: Mesh) -> Run:
 
 def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
     """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks call it."""
-    saved, damaged = checkpoint.verified(run.checkpoint, mesh.control)
+    saved, damaged = checkpoint.verified(run.checkpoint, mesh.control, only=run.returns)
     run = replace(run, checkpoint=saved)
     if mesh.world_rank == 0:
         for sentence in damaged:

@@ -129,13 +129,13 @@ def reference(
     first: Tensors,
     target_modules: Any = "all-linear",
     quantize: Callable[[Any], None] = lambda blocks: None,
-    rank_stabilized: bool = False,
+    **options: Any,
 ) -> tuple[list[float], Tensors]:
     """Returns losses and adapters of one process on one document after another, with plain peft and eager attention."""
     config = load(None, [*SMALL, *settings, f"data.store={store}"])
     hf = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32)
     quantize(hf.base_model)
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, use_rslora=rank_stabilized, target_modules=target_modules, lora_dropout=0.0)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=target_modules, lora_dropout=0.0, **options)
     model = get_peft_model(hf, lora).eval()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     assert {name.removeprefix("base_model.model.") for name in trained} == set(first)
@@ -146,15 +146,15 @@ def reference(
     return losses, {name.removeprefix("base_model.model."): weight.detach() for name, weight in trained.items()}
 
 
-def plain_loop(model: torch.nn.Module, trained: Tensors, config: Config, store: Path) -> list[float]:
-    """Returns losses of STEPS steps of one process on one document after another, by a model of transformers.
+def plain_loop(model: torch.nn.Module, trained: Tensors, config: Config, store: Path, steps: int = STEPS) -> list[float]:
+    """Returns losses of `steps` steps of one process on one document after another, by a model of transformers.
 
     The cross-entropy is computed in float64: in float32, torch's own is off by 8e-6 for a vocabulary of 49,152 entries.
     """
     given = config.optimizer
     optimizer = torch.optim.AdamW(trained.values(), betas=given.betas, eps=given.eps, weight_decay=given.weight_decay)
     losses = []
-    for step, documents in enumerate(documents_of(config, store), start=1):
+    for step, documents in enumerate(documents_of(config, store, steps), start=1):
         losses.append(0.0)
         targets = sum(int((labels >= 0).sum()) for _, labels in documents)
         for tokens, labels in documents:
@@ -169,8 +169,8 @@ def plain_loop(model: torch.nn.Module, trained: Tensors, config: Config, store: 
     return losses
 
 
-def documents_of(config: Config, store: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Yields tokens and shifted labels of every document of STEPS steps."""
+def documents_of(config: Config, store: Path, count: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Yields tokens and shifted labels of every document of `count` steps."""
     opened, given = Store.open(store), config.data
     assert given.max_length is not None
     sampler = Sampler(
@@ -181,7 +181,7 @@ def documents_of(config: Config, store: Path) -> list[list[tuple[torch.Tensor, t
         has_targets=opened.has_targets,
     )
     steps, cursor = [], 0
-    for _ in range(STEPS):
+    for _ in range(count):
         pieces, cursor = sampler.step(cursor)
         spans = (opened.read(piece.document, piece.start, piece.stop, end=piece.stop) for piece in pieces)
         steps.append([(torch.from_numpy(tokens), torch.from_numpy(labels)) for tokens, labels in spans])

@@ -21,11 +21,20 @@ VALUES = (
     *(["q_proj"], [0.8, 0.9], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""
+OWN = {"lora.target_parameters": ["experts.down_proj"]}
+"""Values of settings that take only names of the model."""
 NEEDS = {
     "model.from_pretrained is not null": "model.from_pretrained=llama",
     "sizes are taken": "model.preset=tiny-moe",
     "lora.rank is not null": "model.from_pretrained=llama",
     "without LoRA": "model.from_pretrained=llama",
+    "measures rows": "model.from_pretrained=llama",
+    "in peft's code": "model.from_pretrained=llama",
+    "and lora.dora is true": "lora.rank=8",
+    "lora.dora is true and lora": "lora.rank=8",
+    "lora.target_parameters is not null and lora.rank is null": "model.from_pretrained=mixtral",
+    "train.compile is true and lora.target_parameters": "model.from_pretrained=mixtral",
+    "and lora.target_parameters is not null": "lora.rank=8",
     "cannot be quantized": "model.from_pretrained=llama",
     "can be balanced": "model.from_pretrained=llama",
     "masked.share is not null": "model.from_pretrained=bert",
@@ -39,13 +48,19 @@ NEEDS = {
     "the tokens of every document": "model.preset=tiny-moe",
     "_loss > 0: it goes by": "balance.bias_rate=0.0",
     "multi-token prediction > 0": "model.num_nextn_predict_layers=1",
+    "one of these": "eval.every=10",
+    "and checkpoint.every is null: the best": "data.held_out=0.1",
     "data.rollouts is not null": "policy.loss=grpo",
     "data.rollouts is": "model.from_pretrained=llama",
     "rollouts are not validated": "eval.store=store",
     "is zero-bubble": "parallel.reshard_after=step",
 }
 """What rows with these words need besides their conditions; later ones win."""
-COMPANIONS = {"masked.share=null": ["model.from_pretrained=llama"], "masked.share=0.3": ["model.from_pretrained=bert"]}
+COMPANIONS = {
+    "eval.every=100": ["data.held_out=0.1"],
+    "masked.share=null": ["model.from_pretrained=llama"],
+    "masked.share=0.3": ["model.from_pretrained=bert"],
+}
 """What ways out need."""
 
 
@@ -68,7 +83,7 @@ def another_value(name: str, condition: str) -> object:
     """Returns a value that the setting takes and the condition holds for."""
     (parsed,) = _conditions(condition)
     section, key = name.split(".")
-    for value in VALUES:
+    for value in [OWN[name]] if name in OWN else VALUES:
         try:
             SECTIONS[section].model_validate({key: value})
         except ValidationError:

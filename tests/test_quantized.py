@@ -183,7 +183,7 @@ def test_the_run_is_the_same_with(workers: Workers, store: Path, checkpoint: Pat
 def test_rank_stabilized_adapters_are_those_of_peft(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
     settings = settings_of(checkpoint, *MODES["auto"], "lora.rank_stabilized=true")
     result = workers.run(run, 2, store, tmp_path / "steps", settings)[0]
-    losses, _ = reference(checkpoint, store, settings, result["first"], rank_stabilized=True)
+    losses, _ = reference(checkpoint, store, settings, result["first"], use_rslora=True)
     assert result["losses"] == pytest.approx(losses, rel=1e-5)
     settings.append("train.steps=2")
     ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]

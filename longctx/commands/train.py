@@ -13,7 +13,14 @@ OVERRIDES = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings (default: none)")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in train.run_dir")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        metavar="STEP",
+        help="continue from the newest complete checkpoint in train.run_dir, or from that of STEP: later ones are moved to "
+        "set-aside-1 there",
+    )
     parser.add_argument(
         "--resume-if-any",
         action="store_true",
@@ -68,11 +75,24 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.gpus is not None:
             raise UserError("--gpus requires --dry-run: to train on N processes of this machine, give --processes N")
         traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
-        config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
+        step, file = _step(arguments.resume, arguments.config)
+        config = load(file, arguments.overrides, world_size=launch.world_size)
         return train(
             config,
-            resume=arguments.resume,
+            resume=arguments.resume is not None,
+            step=step,
             resume_if_any=arguments.resume_if_any,
             continued=arguments.continued,
             trace_steps=traced,
         )
+
+
+def _step(resumed: str | bool | None, config: Path | None) -> tuple[int | None, Path | None]:
+    """Returns the step to resume from, None if none is given, and the settings' file, which may come after `--resume`."""
+    if not isinstance(resumed, str):
+        return None, config
+    if resumed.isdecimal():
+        return int(resumed), config
+    if config is not None:
+        raise UserError(f"--resume is {resumed}: give the step of a checkpoint, or nothing for the newest")
+    return None, Path(resumed)

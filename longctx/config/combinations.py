@@ -177,11 +177,15 @@ def _rows() -> Iterator[Row]:
 
 
 def _objectives() -> Iterator[Row]:
-    for setting in ("lora.alpha is not null", "lora.rank_stabilized is true", "lora.target_modules is not all-linear"):
+    without_effect = ("alpha is not null", "rank_stabilized is true", "dora is true", "target_modules is not all-linear")
+    for setting in (f"lora.{each}" for each in (*without_effect, "target_parameters is not null")):
         yield Row(setting, NO_LORA, "it has no effect without LoRA")
     yield Row("lora.base is not null", NO_LORA, "weights that are trained cannot be quantized")
+    quantized = Where("lora.base is not null", ("lora.base=null",))
+    yield Row("lora.dora is true", quantized, "peft measures rows of plain weights")
     yield Row("lora.rank is not null", NEW_MODEL, "adapters are trained on the weights of a checkpoint")
     yield Row("model.implementation is native", LORA, "the native decoder has no adapters")
+    yield Row("train.freeze is not null", LORA, "all weights but the adapters are frozen already")
     for setting in SPLIT:
         yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
     yield Row("dpo.label_smoothing > 0", NO_DPO, "it has no effect without DPO")
@@ -236,6 +240,9 @@ def _data() -> Iterator[Row]:
     yield Row("train.steps is not 100", epochs, "epochs give the number of steps")
     no_checkpoints = Where("checkpoint.every is null", ("checkpoint.every=100",))
     yield Row("checkpoint.export is not null", no_checkpoints, "the last checkpoint is exported")
+    yield Row("checkpoint.best is true", no_checkpoints, "the best checkpoint is one of these")
+    no_validation = Where("eval.every is null", ("eval.every=100",))
+    yield Row("checkpoint.best is true", no_validation, "the best checkpoint is told by the validation loss")
     yield from _merging()
 
 
@@ -298,10 +305,16 @@ def _optimizers() -> Iterator[Row]:
     constant = Where("optimizer.schedule is constant", ("optimizer.schedule=cosine",))
     yield Row("optimizer.min_learning_rate_ratio is not 0.1", constant, "it has no effect")
     eight_bit = Where("optimizer.name is adamw-8bit", ("optimizer.name=adamw",))
+    adafactor = Where("optimizer.name is adafactor", ("optimizer.name=adamw",))
+    yield Row("train.freeze is not null", adafactor, "its resumption with frozen parameters has not been bit by bit")
     yield Row("train.offload_optimizer is true", eight_bit, "8-bit moments stay on the device")
 
 
 def _speed() -> Iterator[Row]:
+    dora = Where("lora.dora is true", ("lora.dora=false",))
+    experts = Where("lora.target_parameters is not null", ("lora.target_parameters=null",))
+    for setting in (dora, experts):
+        yield Row("train.compile is true", setting, "torch.compile breaks the graph in peft's code, in every layer")
     yield Row("train.compile is true", Where("linear attention is true"), "chunks and messages differ between micro-batches")
     float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
     yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")

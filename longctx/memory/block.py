@@ -99,7 +99,7 @@ class BlockMemory:
         yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
         yield Entry("attention", "further norms", self._size(self.layer.attention_norms, self.norm_bytes), NONE)
-        yield Entry("attention", "between adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
+        yield Entry("attention", "of adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
 
     def _swap(self) -> Iterator[Entry]:
         if not self.swapped_share:
@@ -120,6 +120,7 @@ class BlockMemory:
         yield Entry("mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES)
         yield Entry("mlp", "activations, and their products with a gate", outputs, NONE)
         yield Entry("mlp", "further norms", self._size(self.layer.mlp_norms, self.norm_bytes), NONE)
+        yield Entry("mlp", "experts with their adapters", self.layer.adapted_experts * self.number, NONE + MATRICES)
         yield Entry("mlp", "logits and scores of the router", self._size(3 * self.layer.experts, FLOAT32), NONE)
         yield Entry("mlp", "outputs of experts, for the gradients of their weights", self.routed, NONE)
         if not tiled:

@@ -27,7 +27,7 @@ class Memory:
 
     Attributes:
         moment: description of the moment.
-        parameters: shard of the weights, in float32; frozen weights in the compute dtype, or quantized.
+        parameters: shard of the weights, in float32; those frozen by LoRA in the compute dtype, or quantized.
         optimizer: shard of the optimizer state.
         gathered_weights: weights gathered from all shards, in the compute dtype, or quantized.
         gradients: whole gradients until they are reduced, then a shard.
@@ -85,18 +85,21 @@ class Weights:
         block: one block, with the experts of this rank only.
         root: outside the blocks: the embedding on the first stage, the last norm and the head on the last stage.
         all: of the shards of all ranks, with the experts of other ranks.
-        trained_block, trained_root, trained_head, trained: those with gradients: all, or only adapters. The head is the
-            vocabulary matrix of the last stage, and a part of the root.
-        stored: those of whose shards a rank has float32 values and optimizer state.
-        matrices: those of `stored` that are in matrices of blocks.
+        trained_block, trained_root, trained_head, trained: those with gradients: all, only adapters, or what is not frozen. The
+            head is the vocabulary matrix of the last stage, and a part of the root.
+        updated: those of whose shards a rank has optimizer state.
+        matrices: those of `updated` that are in matrices of blocks.
         vocabulary_matrices: number of embeddings and heads.
         spared: bytes that quantization saves in a block, compared with the compute dtype.
         largest: the largest parameter, or with adapters an upper bound.
     """
 
-    def __init__(self, spec: ModelSpec, config: Config, layer: LayerSpec, layers: int, first: bool, last: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: Config, layer: LayerSpec, held: Sequence[LayerSpec], first: bool, last: bool
+    ) -> None:
+        """`layer` is the largest of the blocks `held`, which all count as large."""
         split, expert_ranks = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
-        experts = layer.expert_parameters // split
+        experts, layers = layer.expert_parameters // split, len(held)
         matrices = layer.matrix_parameters + layer.idle_parameters
         whole = matrices // split + layer.other_parameters + layer.adapter_parameters
         self.block = whole - experts + experts // expert_ranks
@@ -106,12 +109,19 @@ class Weights:
         self.root = self.vocabulary_matrices * embedding + (spec.norm_parameters if last else 0)
         self.root += positions + spec.prediction_parameters
         self.all = layers * whole + self.root
-        self.trained_block = layer.adapter_parameters if spec.adapted else self.block
-        self.trained_root = 0 if spec.adapted else self.root
-        self.trained_head = 0 if spec.adapted or not last else embedding
-        self.trained = layers * self.trained_block + self.trained_root
-        self.stored = self.trained if spec.adapted else self.all
+        frozen = [(each.frozen_matrices // split + each.frozen_others, each.frozen_experts // split) for each in held]
+        here = [whole - experts + experts // expert_ranks for whole, experts in frozen]
+        frozen_vocabulary = spec.frozen_embedding + (spec.frozen_head and not spec.tie_word_embeddings)
+        of_root = embedding * (first and spec.frozen_embedding)
+        of_root += embedding * (last and spec.frozen_head and not (first and spec.tie_word_embeddings))
+        of_root += last * (spec.frozen_outside - frozen_vocabulary * spec.vocabulary_parameters)
+        self.trained_block = layer.adapter_parameters if spec.adapted else self.block - min(here)
+        self.trained_root = 0 if spec.adapted else self.root - of_root
+        self.trained_head = 0 if spec.adapted or spec.frozen_head or not last else embedding
+        self.trained = layers * (layer.adapter_parameters if spec.adapted else self.block) + self.trained_root - sum(here)
+        self.updated = self.trained if spec.adapted else self.all - of_root - sum(whole for whole, _ in frozen)
         self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
+        self.matrices -= sum(each.frozen_matrices // split for each in held)
         matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
         self.spared = ELEMENT_BYTES[config.dtype] * layer.quantized_parameters - layer.quantized_bytes
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
@@ -124,12 +134,13 @@ class RankMemory:
         self.spec, self.config, self.load, self.fused, self.pipeline_rank = spec, config, load, fused, pipeline_rank
         self.recompute, self.split = config.train.recompute, config.parallel.tensor_parallel_size
         self.first, self.last = pipeline_rank == 0, pipeline_rank == config.pipeline.ranks - 1
-        held = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[pipeline_rank]
+        numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[pipeline_rank]
+        held = [spec.layers[number] for number in numbers]
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
-        self.layer = max((spec.layers[number] for number in held), key=lambda layer: layer.parameters)
+        self.layer = max(held, key=lambda layer: layer.parameters)
         self.block = BlockMemory(spec, config, self.layer, load, fused)
-        self.weights = Weights(spec, config, self.layer, self.layers, self.first, self.last)
+        self.weights = Weights(spec, config, self.layer, held, self.first, self.last)
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
         # Each block of multi-token prediction keeps the later token's embedding, its norms with their outputs, and the gradient
@@ -140,8 +151,10 @@ class RankMemory:
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else self.layers * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
-        # The largest quantized matrix: float32 values with indices or with the rounded matrix.
-        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized
+        # The largest quantized matrix: float32 values with indices or with the rounded matrix. Of the largest weight that DoRA
+        # measures: the adapter's product, scaled, and their sum.
+        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized + 3 * self.block.number * self.layer.largest_measured
+        self.expanded += self.block.number * self.layer.adapted_experts  # the gradient of experts with their adapters
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:
@@ -150,18 +163,19 @@ class RankMemory:
         blocks = [self.layer] * self.layers
         self.whole_state = whole_state_bytes(self.config.optimizer, self.spec, blocks, weights.vocabulary_matrices)
         shards = self.shards = self.config.parallel.shard_ranks or self.config.domain(ranks)
-        self.shard = FLOAT32 * weights.stored // shards
+        self.shard = FLOAT32 * weights.updated // shards
         self.fixed = Memory("", pipeline=self.pipeline())
         if not (self.config.train.offload_optimizer and self.fused):
-            parameters = FLOAT32 * weights.stored + self.block.number * (weights.all - weights.stored)
+            frozen = self.block.number if self.spec.adapted else FLOAT32
+            parameters = FLOAT32 * weights.updated + frozen * (weights.all - weights.updated)
             parameters -= self.layers * weights.spared
-            optimizer = state_bytes(self.config.optimizer, weights.stored, weights.matrices) // shards + self.whole_state
+            optimizer = state_bytes(self.config.optimizer, weights.updated, weights.matrices) // shards + self.whole_state
             self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1
         self.reduced_at_once = not in_pipeline and (alone or self.config.parallel.reduce_after == "micro_batch")
         # Gradients of earlier micro-batches: whole if they are reduced at the end of the step.
-        kept = weights.stored // shards if self.reduced_at_once else weights.trained
+        kept = weights.updated // shards if self.reduced_at_once else weights.trained
         self.unreduced = 0 if alone and not in_pipeline else FLOAT32 * kept
         self.earlier_gradients = 0 if self.load.first and not in_pipeline else self.unreduced
 

@@ -35,7 +35,7 @@ OURS = "hf."
 PROBED = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TransformersSource:
     """A checkpoint, run by transformers' own code."""
 

@@ -56,7 +56,9 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
     if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys
         kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
-    width = (_first(config, EXPERT_WIDTHS) or 0) * chosen or _first(config, WIDTHS) or 4 * config.hidden_size
+    width = _first(config, WIDTHS) or 4 * config.hidden_size
+    if any(parameter.dim() == 3 for parameter in block.parameters()):  # blocks without experts may come first
+        width = (_first(config, EXPERT_WIDTHS) or width) * chosen
     return LayerSpec(
         hidden_size=config.hidden_size,
         num_attention_heads=heads,

@@ -36,7 +36,10 @@ def split_experts(model: Model, mesh: DeviceMesh) -> None:
     """
     group, *others = mesh.get_all_groups()
     for layer in sparse_layers(model):
+        trained = {name: weight.requires_grad for name, weight in layer.experts.named_parameters()}
         layer.experts = Experts(layer.gate.shape, layer.gate.shape.num_experts // group.size())
+        for name, weight in layer.experts.named_parameters():
+            weight.requires_grad_(trained[name])
         layer.send = dispatch(group, others)
 
 
@@ -62,7 +65,7 @@ def describe_as_split(model: nn.Module, mesh: DeviceMesh) -> None:
             whole = DTensor.from_local(
                 weight.to_local(), mesh, placements, run_check=False, shape=shape, stride=weight.stride()
             )
-            setattr(layer.experts, name, nn.Parameter(whole))
+            setattr(layer.experts, name, nn.Parameter(whole, weight.requires_grad))
 
 
 def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ()) -> Send:

@@ -28,6 +28,8 @@ PRODUCTS = [
     if hasattr(torch.ops.aten, name)
 ]
 """Matrix products as autograd's operators, whatever module or library calls them."""
+OF_EXPERTS = [getattr(torch.ops.aten, name).default for name in ("bmm", "_grouped_mm") if hasattr(torch.ops.aten, name)]
+"""Products of all experts at once, to which transformers adds biases in place: what was kept would have them twice."""
 BEGIN = torch.ops.longctx.ring_attention_begin.default
 NARROW = 8
 """Products that widen their input by more than this factor, as adapters do, are recomputed: they cost little for their size."""
@@ -60,12 +62,13 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
             mlp.forward = _in_tiles(_recomputed(mlp.forward, "full"), mlp_tile_tokens)
         if mode == "none":
             continue
-        forward = _recomputed(block.forward, mode)
+        has_biases = any(getattr(module, "has_bias", False) is True for module in block.modules())
+        forward = _recomputed(block.forward, mode, has_biases)
         block.forward = forward if offload is None else partial(offload, forward)
 
 
-def _recomputed(forward: Callable[..., torch.Tensor], mode: str) -> Callable[..., torch.Tensor]:
-    contexts: dict[str, Any] = {} if mode == "full" else {"context_fn": partial(_contexts, mode)}
+def _recomputed(forward: Callable[..., torch.Tensor], mode: str, expert_biases: bool = False) -> Callable[..., torch.Tensor]:
+    contexts: dict[str, Any] = {} if mode == "full" else {"context_fn": partial(_contexts, mode, expert_biases)}
 
     def recomputed(
         *arguments: Any, **named: Any
@@ -76,7 +79,7 @@ def _recomputed(forward: Callable[..., torch.Tensor], mode: str) -> Callable[...
     return recomputed
 
 
-def _contexts(mode: str) -> Any:
+def _contexts(mode: str, expert_biases: bool = False) -> Any:
     """Returns the contexts of one block's forward and recomputation, which keep what `mode` says."""
     if mode == "selective":
         return create_selective_checkpoint_contexts(OPERATORS)
@@ -88,7 +91,7 @@ def _contexts(mode: str) -> Any:
             if operator is not BEGIN:  # which comes before the queries are computed
                 since_attention[recomputing] = 0
             return True
-        if operator not in PRODUCTS:
+        if operator not in PRODUCTS or (expert_biases and operator in OF_EXPERTS):
             return False
         left, right = [each for each in arguments if isinstance(each, torch.Tensor) and each.dim() > 1][:2]
         if left.shape[-1] * NARROW < right.shape[-1]:

@@ -81,7 +81,7 @@ def _describe_as_split(root: nn.Module, copies: DeviceMesh) -> None:
                 placements = [tensor, *(placement if placement.is_replicate() else Shard(0) for placement in sharded)]
                 local, shape, stride = weight.to_local(), weight.shape, weight.stride()
                 made = DTensor.from_local(local, copies, placements, run_check=False, shape=shape, stride=stride)
-                described[weight] = nn.Parameter(made)
+                described[weight] = nn.Parameter(made, weight.requires_grad)
             setattr(module, name, described[weight])
 
 

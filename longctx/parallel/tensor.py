@@ -101,6 +101,7 @@ def parallelize(model: StagedModel, mesh: DeviceMesh) -> None:
     The model then takes the same tokens on every rank of the mesh, a multiple of its size, and calls its head with hidden
     states split over tokens and a weight split over the vocabulary; see `vocabulary_part`.
     """
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     for block in model.layers:
         modules = {name: module for name, module in block.named_modules() if next(module.parameters(), None) is not None}
         plan = {name: STYLES[kind](modules[name]) for name, kind in model.tensor_plan.items() if name in modules}
@@ -110,6 +111,8 @@ def parallelize(model: StagedModel, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, ends, src_data_rank=None)
     if tied:  # the embedding's weight is a new object
         model.lm_head.weight = model.embed_tokens.weight
+    for name, weight in model.named_parameters():  # torch's SequenceParallel makes new ones, which are trained
+        weight.requires_grad_(name in trained)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of its checkpoint."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from longctx.training.preference import preferences
 from longctx.training.reference import Reference
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint
+from longctx.training.saved.best import restore_best
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.model_folder import keep_model_files
+from longctx.training.saved.run_folder import set_aside
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
 from longctx.training.trainer import Trainer
@@ -51,6 +54,11 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         objective, validated = _preferences(run, mesh, passes, loader, documents)
     if saved is not None:
         checkpoint.load(saved, passes.model, optimizer, mesh.control)
+    if run.returns and saved is not None and mesh.world_rank == 0:  # nothing refuses the run any more
+        for sentence in set_aside(config.train.run_dir, saved):
+            print(f"longctx train: {sentence}", file=sys.stderr)
+    kept = restore_best(resumed) if resumed is not None and config.checkpoint.best and mesh.world_rank == 0 else None
+    best = next(filter(None, mesh.gather_objects(kept)), None)
     log = begin_folder(config, run.source, mesh, run.data.store, run.checkpoint, run.changes) if mesh.world_rank == 0 else None
     traced, folder = run.traced, config.train.run_dir / "traces"
     return Trainer(
@@ -65,6 +73,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         log=log,
         tracer=None if traced is None else Tracer(traced, folder, mesh.world_rank, passes.model),
         base=base,
+        best=best,
         steps_done=0 if saved is None else saved.step,
     )
 

@@ -247,8 +247,7 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding are
     not counted.
     """
-    frozen = spec.multiplied_parameters - spec.trained_parameters if spec.adapted else 0
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) - 2 * frozen * sum(lengths)
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) - 2 * spec.frozen_multiplied * sum(lengths)
 
 
 def gpu_kind(device_name: str) -> str | None:

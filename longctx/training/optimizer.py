@@ -44,6 +44,8 @@ def make_optimizer(
             # Fused operations need parameters on the same mesh.
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
             group["params"].append(parameter)
+    if not groups:  # a rank whose stage of a pipeline is frozen
+        groups[()] = {"params": [], "learning_rate_ratio": 1.0}
     adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     optimizer: torch.optim.Optimizer
     if settings.name == "muon":
@@ -140,8 +142,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: float) -> None:
     """Scales all gradients, whose norm is `norm`, so that it is at most `max_norm` (None: no scaling)."""
-    if max_norm is not None and norm > max_norm:
-        torch._foreach_mul_([local_part(each.grad) for each in parameters if each.grad is not None], max_norm / norm)
+    gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
+    if max_norm is not None and norm > max_norm and gradients:
+        torch._foreach_mul_(gradients, max_norm / norm)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ class Run:
         data: stores for training and validation.
         source: model to build.
         checkpoint: checkpoint to start from, of this run or of one that this run continues; None for the initial weights.
+        returns: whether `checkpoint` was asked for by its step, so that later ones are set aside.
         traced: steps to trace, counted from 1.
         changes: settings that `train.fit_memory` changed, in words; empty if none.
     """
@@ -34,6 +35,7 @@ class Run:
     data: RunData
     source: ModelSource
     checkpoint: Checkpoint | None = None
+    returns: bool = False
     traced: range | None = None
     changes: str = ""
 

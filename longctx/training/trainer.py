@@ -36,6 +36,7 @@ from longctx.training.optimizers.average import averaged
 from longctx.training.passes import Passes
 from longctx.training.policy import Policy, held_tokens
 from longctx.training.run_profile import run_profile
+from longctx.training.saved.best import KEY
 from longctx.training.saved.saving import Saver
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
@@ -64,6 +65,7 @@ class Trainer:
         log: MetricsLog | None = None,
         tracer: Tracer | None = None,
         base: Mapping[str, str] | None = None,
+        best: Mapping[str, float] | None = None,
         steps_done: int = 0,
     ) -> None:
         """Makes a trainer of built parts; `training.assembly` builds them.
@@ -77,6 +79,7 @@ class Trainer:
             log: log of rank 0.
             tracer: traces some steps.
             base: folder and fingerprint of the checkpoint that the run began from.
+            best: step and validation loss of the best checkpoint so far.
             steps_done: steps done already.
         """
         self.config, self.mesh, self.passes, self.optimizer, self.loader = config, mesh, passes, optimizer, loader
@@ -84,7 +87,7 @@ class Trainer:
         self.objective = objective or (TokenMean() if config.policy.loss is None else Policy(mesh, config.policy))
         self.validator = validator
         self.stop, self.log, self.tracer, self.base = stop or StopSignal(), log, tracer, base
-        self.steps_done, self.stopping = steps_done, False
+        self.steps_done, self.stopping, self.best = steps_done, False, best
         self.finite = FiniteLoss(config, mesh)
         self.saver = Saver(
             config.train.run_dir,
@@ -131,14 +134,16 @@ class Trainer:
                     self.saver.advance()
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
-                last, every = self.steps_done == self.config.train.steps, self.config.checkpoint.every
+                improved, last, every = False, self.steps_done == self.config.train.steps, self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
                     with averaged(self.optimizer):
-                        metrics = replace(metrics, **asdict(self.validator.validate()))
+                        validation = self.validator.validate()
+                    metrics = replace(metrics, **asdict(validation))
+                    improved = self._improves(validation.validation_loss)
                 if self.log is not None:
                     self.log.write(metrics)
-                if every is not None and (last or self.stopping or self.steps_done % every == 0):
+                if every is not None and (last or self.stopping or improved or self.steps_done % every == 0):
                     self.save(wait=last or self.stopping)
                 if self.stopping and not last:
                     return False
@@ -147,6 +152,13 @@ class Trainer:
     def _is_validated(self, last: bool) -> bool:
         every = self.config.eval.every
         return every is not None and not (self.stopping and not last) and (last or self.steps_done % every == 0)
+
+    def _improves(self, loss: float) -> bool:
+        """Notes a validation loss. Returns whether it is the lowest so far, and the best checkpoint is to be kept."""
+        if not self.config.checkpoint.best or not loss < (math.inf if self.best is None else self.best["loss"]):
+            return False
+        self.best = {"step": self.steps_done, "loss": loss}
+        return True
 
     def position(self) -> str:
         """Returns where this rank is: step, micro-batch, layer and pass, or what else it does."""
@@ -266,7 +278,7 @@ class Trainer:
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         longest = {"max_length": self.config.max_length(self.mesh.world_size)}  # all that is known without a loader
         data = longest if self.loader is None else self.loader.state_dict()
-        state = {"step": self.steps_done, "data": data, "model": self.model.describe(), "base": self.base}
+        state = {"step": self.steps_done, "data": data, "model": self.model.describe(), "base": self.base, KEY: self.best}
         folder = self.saver.start(self.model, self.optimizer, state)
         if wait:
             self.saver.finish()

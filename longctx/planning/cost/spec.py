@@ -26,7 +26,12 @@ class LayerSpec:
         attention_norms, mlp_norms: values per token that the norms of attention and of the MLP keep for backward, without the
             norm before either.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
-        adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
+        adapter_width: values per token between the two matrices of all adapters (sum of their ranks), with DoRA also those of
+            the outputs of adapters and of their layers.
+        largest_measured: values of the largest weight whose rows DoRA measures.
+        adapted_experts: parameters of all experts that have adapters, whose sum with them each pass makes anew.
+        frozen_matrices, frozen_idle, frozen_others: parts of matrices (idle ones included), of `idle_parameters` and of
+            `other_parameters` that are not trained; 0 with adapters, which freeze all.
         quantized_parameters, quantized_bytes, largest_quantized: frozen parameters that are kept quantized, the bytes of all of
             them, and the number in the largest matrix.
         experts, experts_per_token, expert_parameters: number of experts, of those that a token uses, and parameters of all of
@@ -51,6 +56,11 @@ class LayerSpec:
     idle_parameters: int = 0
     adapter_parameters: int = 0
     adapter_width: int = 0
+    largest_measured: int = 0
+    adapted_experts: int = 0
+    frozen_matrices: int = 0
+    frozen_idle: int = 0
+    frozen_others: int = 0
     quantized_parameters: int = 0
     quantized_bytes: int = 0
     largest_quantized: int = 0
@@ -72,6 +82,11 @@ class LayerSpec:
     @property
     def parameters(self) -> int:
         return self.matrix_parameters + self.other_parameters + self.idle_parameters + self.adapter_parameters
+
+    @property
+    def frozen_experts(self) -> int:
+        """Part of `expert_parameters` that is not trained."""
+        return self.frozen_idle * self.expert_parameters // (self.idle_parameters or 1)
 
     @property
     def matrix_shapes(self) -> list[tuple[int, int, int]]:
@@ -115,6 +130,8 @@ class ModelSpec:
         position_parameters: parameters of learned positions; 0 without.
         predictions: number of blocks for multi-token prediction, the last of `layers`; each joins two hidden states by a matrix
             and computes logits again.
+        frozen_embedding, frozen_head: whether the embedding and the output projection are not trained.
+        frozen_outside: number of parameters outside of the blocks that are not trained, these included.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
     """
 
@@ -128,6 +145,9 @@ class ModelSpec:
     layer_norm: bool = False
     position_parameters: int = 0
     predictions: int = 0
+    frozen_embedding: bool = False
+    frozen_head: bool = False
+    frozen_outside: int = 0
     causal: bool = True
 
     @property
@@ -172,14 +192,25 @@ class ModelSpec:
     @property
     def trained_parameters(self) -> int:
         """Number of parameters with gradients. Needs `vocab_size`."""
-        return sum(layer.adapter_parameters for layer in self.layers) if self.adapted else self.parameters
+        if self.adapted:
+            return sum(layer.adapter_parameters for layer in self.layers)
+        frozen = sum(layer.frozen_matrices + layer.frozen_others for layer in self.layers)
+        return self.parameters - self.frozen_outside - frozen
 
     @property
     def trained_matrices(self) -> int:
         """Number of parameters with gradients in matrices of blocks."""
         if self.adapted:
             return self.trained_parameters
-        return sum(layer.matrix_parameters + layer.idle_parameters for layer in self.layers)
+        return sum(layer.matrix_parameters + layer.idle_parameters - layer.frozen_matrices for layer in self.layers)
+
+    @property
+    def frozen_multiplied(self) -> int:
+        """Part of `multiplied_parameters` without gradients."""
+        if self.adapted:
+            return self.multiplied_parameters - self.trained_parameters
+        frozen = sum(layer.frozen_matrices - layer.frozen_idle for layer in self.layers)
+        return frozen + (self.head_parameters if self.frozen_head else 0)
 
     @property
     def multiplied_parameters(self) -> int:

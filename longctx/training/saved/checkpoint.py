@@ -96,6 +96,20 @@ def _folders(run: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: (_step(folder), folder.suffix == ""))
 
 
+def after(saved: Checkpoint) -> list[Path]:
+    """Returns the folders of the later checkpoints of its run, complete or not."""
+    return [folder for folder in _folders(saved.run) if _step(folder) > saved.step]
+
+
+def link_latest(final: Path) -> None:
+    """Makes the checkpoint in a folder the `latest` of its run."""
+    run = final.parents[1]
+    link = run / "latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.relative_to(run))
+    link.replace(run / "latest")
+
+
 def _step(folder: Path) -> int:
     return int(folder.stem.removeprefix("step-"))
 
@@ -144,15 +158,18 @@ def to_continue(run: Path, steps: int) -> tuple[Checkpoint, list[str]]:
     return saved, damaged
 
 
-def verified(saved: Checkpoint | None, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
+def verified(saved: Checkpoint | None, group: dist.ProcessGroup, *, only: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint that rank 0 has if it is undamaged, otherwise the newest undamaged one before it.
 
-    Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged. Collective.
+    Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged, or with `only` if
+    this one is not. Collective.
     """
     first = saved = gather_objects(saved, group)[0]
     damaged: list[str] = []
     while saved is not None and (problem := saved.damage(group)):
         damaged.append(f"{saved.folder} is damaged ({problem}): not used")
+        if only:
+            raise NoCheckpoint(f"{damaged[0]}. Give another step with --resume")
         saved, more = gather_objects(newest(saved.run, before=saved.step) if dist.get_rank(group) == 0 else None, group)[0]
         damaged += more
     if saved is None and first is not None:
@@ -222,7 +239,7 @@ def _read_state(folder: Path) -> Checkpoint:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns all tensors of a checkpoint, sharded as they are; of a partly frozen model only the trained weights."""
+    """Returns all tensors of a checkpoint, sharded as they are; of a model with adapters only these."""
     weights, optimizer_state = _state(model, optimizer)
     return {"model": weights, "optimizer": _moments(optimizer_state)}
 
@@ -235,23 +252,34 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     weights, optimizer_state = _state(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": _moments(optimizer_state)}
     _load(state, checkpoint.folder, "to --resume from the previous checkpoint", group)
+    if not optimizer_state:
+        set_model_state_dict(model, state["model"])
+        return
     optimizer_state = {**optimizer_state, **state["optimizer"]}
-    options = replace(BY_NAME, strict=all(parameter.requires_grad for parameter in model.parameters()))
+    options = replace(BY_NAME, strict=_saved(model) is None)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns weights and optimizer state; of a partly frozen model only the trained weights."""
+    """Returns weights and optimizer state; of a model with adapters only these."""
+    if not optimizer.param_groups[0]["params"]:  # a rank without trained weights, whose optimizer torch takes for damaged
+        return get_model_state_dict(model), {}
     new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     if new:  # torch has made its state by a step with gradients of zero, which leaves moments at zero, but counts
         for value in (value for values in optimizer.state.values() for value in values.values()):
             if isinstance(value, torch.Tensor) and not value.dim():
                 value.zero_()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if len(trained) < len(list(model.parameters())):
-        weights = {name: weight for name, weight in weights.items() if name in trained}
-    return weights, moments
+    saved = _saved(model)
+    return (weights if saved is None else {name: weights[name] for name in weights if name in saved}), moments
+
+
+def _saved(model: nn.Module) -> set[str] | None:
+    """Returns the names of the weights that checkpoints have: adapters without their base, or all (None)."""
+    spec: Any = model.spec
+    if not spec.adapted:
+        return None
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _moments(optimizer_state: dict[str, Any]) -> dict[str, Any]:
@@ -328,10 +356,9 @@ class SavedWeights:
 def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Reads only the weights into a model sharded over any number of ranks. Collective.
 
-    Of a partly frozen model only the trained weights are read. Raises CheckpointError.
+    Of a model with adapters only these are read. Raises CheckpointError.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    whole = len(trained) == len(list(model.parameters()))
-    weights = {name: weight for name, weight in get_model_state_dict(model).items() if whole or name in trained}
+    saved = _saved(model)
+    weights = {name: weight for name, weight in get_model_state_dict(model).items() if saved is None or name in saved}
     _load({"model": weights}, checkpoint.folder, EARLIER, group)
-    set_model_state_dict(model, weights, options=StateDictOptions(strict=whole))
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=saved is None))

@@ -209,7 +209,10 @@ def _adapted(described: dict[str, Any]) -> Model:
     values = described["lora"]
     targets = values["target_modules"]
     targets = targets if isinstance(targets, str) else tuple(targets)
-    lora = Lora(values["rank"], values["alpha"], targets, values.get("quantized"), values.get("rank_stabilized", False))
+    others = {name: values[name] for name in ("quantized", "rank_stabilized", "dora") if name in values}
+    lora = Lora(
+        values["rank"], values["alpha"], targets, target_parameters=tuple(values.get("target_parameters", ())), **others
+    )
     try:
         base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:

@@ -5,6 +5,7 @@ It is checked before a run starts. The checkpoint found is that of the last step
 
 import errno
 import fcntl
+import itertools
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from longctx.errors import UserError
 from longctx.training.saved import checkpoint
+from longctx.training.saved.best import FOLDER
 from longctx.training.saved.checkpoint import Checkpoint
 
 
@@ -21,13 +23,14 @@ class RunFolderError(UserError):
 
 
 def open_run_folder(
-    folder: Path, *, resume: bool, checkpoint_bytes: int, or_begin: bool = False
+    folder: Path, *, resume: bool, checkpoint_bytes: int, or_begin: bool = False, step: int | None = None, best: bool = False
 ) -> tuple[Checkpoint | None, list[str]]:
     """Checks that a run can write to `folder`, and finds the checkpoint to resume from.
 
-    With `or_begin` a run that has saved no checkpoint yet starts from scratch. Returns (the newest complete checkpoint, or
-    None for a new run; messages about damaged ones). Raises RunFolderError if the folder is not writable, has too little space
-    for two checkpoints of `checkpoint_bytes` (0: none are written), contains another run, or has no checkpoint to resume from.
+    With `or_begin` a run that has saved no checkpoint yet starts from scratch; with a `step` it is to resume from that step's
+    checkpoint. Returns (the newest complete checkpoint or that of `step`, None for a new run; messages about damaged ones).
+    Raises RunFolderError if the folder is not writable, has too little space for two checkpoints of `checkpoint_bytes` (0: none
+    are written), three with a `best` one, contains another run, or has no checkpoint to resume from.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,6 +44,14 @@ def open_run_folder(
     if (folder / "latest").exists() and not (folder / "latest").is_symlink():
         raise RunFolderError(f"{folder / 'latest'} must be a link to a checkpoint, but is not a link: move it away")
     saved, damaged = checkpoint.newest(folder)
+    if step is not None and saved is not None:
+        saved, damaged = checkpoint.of_step(folder, step)
+        if saved is None:
+            why = f" ({'; '.join(damaged)})" if damaged else ""
+            steps = ", ".join(map(str, checkpoint.steps(folder)))
+            raise RunFolderError(
+                f"--resume is {step}, but {folder} has no complete checkpoint of that step{why}: it has those of steps {steps}"
+            )
     if resume and saved is None and not or_begin:
         why = f" ({'; '.join(damaged)})" if damaged else ""
         raise RunFolderError(
@@ -60,10 +71,11 @@ def open_run_folder(
             "another folder with --train.run_dir"
         )
     # The old checkpoint stays until the new one is complete.
-    if free < 2 * checkpoint_bytes:
+    count = 3 if best else 2
+    if free < count * checkpoint_bytes:
         raise RunFolderError(
-            f"run folder {folder} has {free / 1e6:,.1f} MB free, but two checkpoints of this model need "
-            f"{2 * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
+            f"run folder {folder} has {free / 1e6:,.1f} MB free, but {'three' if best else 'two'} checkpoints of this model "
+            f"need {count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
         )
     return (saved if resume else None), damaged
 
@@ -79,3 +91,28 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 f"another run is writing to {folder}: wait for it, stop it, or choose another folder with --train.run_dir"
             ) from error
         yield
+
+
+def set_aside(run: Path, saved: Checkpoint) -> list[str]:
+    """Moves the checkpoints after `saved` into a folder of the run, with the metrics so far. Returns a message on them, if any.
+
+    The run, which goes on after `saved`, would take them for its own.
+    """
+    later = checkpoint.after(saved)
+    best = [run / FOLDER] * any(step > saved.step for step in checkpoint.steps(run / FOLDER))
+    if not later and not best:
+        return []
+    number = next(number for number in itertools.count(1) if not (run / f"set-aside-{number}").exists())
+    folder = run / f"set-aside-{number}"
+    (folder / "checkpoints").mkdir(parents=True)
+    checkpoint.link_latest(saved.folder)
+    for each in later:
+        each.rename(folder / "checkpoints" / each.name)
+    for each in best:
+        each.rename(folder / FOLDER)
+    if (run / "metrics.jsonl").is_file():
+        shutil.copy2(run / "metrics.jsonl", folder)
+    names = ", ".join(each.name for each in (*later, *best))
+    said = f"resumed from step {saved.step}: later checkpoints ({names}) were moved to {folder}"
+    (folder / "NOTE.txt").write_text(f"{said}, with the metrics until then\n", "utf-8")
+    return [said]

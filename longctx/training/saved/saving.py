@@ -29,7 +29,8 @@ from longctx.checksums import sealed
 from longctx.parallel.device import rounds_pinned
 from longctx.parallel.host_memory import free_bytes, pinned_bytes
 from longctx.parallel.mesh import gather_objects
-from longctx.training.saved.checkpoint import STATE, complete, folder_of, tensors_of
+from longctx.training.saved.best import KEY, keep_best
+from longctx.training.saved.checkpoint import STATE, complete, folder_of, link_latest, tensors_of
 from longctx.training.saved.checkpoint_io import CheckpointError, SummingFiles, cause
 from longctx.units import format_bytes
 
@@ -134,6 +135,8 @@ class Saver:
         begun.writer.describe(results)
         every = {name: sums for written in (*checksums, begun.writer.checksums) for name, sums in written.items()}
         publish(self.run, begun.final, begun.state, every)
+        if (begun.state.get(KEY) or {}).get("step") == begun.state["step"]:
+            keep_best(self.run, begun.final)
         prune(self.run, self.keep, begun.final)
 
     @property
@@ -252,10 +255,7 @@ def publish(run: Path, final: Path, state: dict[str, Any], checksums: dict[str, 
     partial.rename(final)
     _sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    link = run / "latest.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.relative_to(run))
-    link.replace(run / "latest")
+    link_latest(final)
 
 
 def _sync(folder: Path) -> None:

@@ -1,0 +1,173 @@
+"""Adapters of experts stored as one parameter: equal to plain peft and transformers for every split; their file and merge."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from longctx.config import ConfigError, load
+from longctx.data.store import Store
+from longctx.memory.loads import loads
+from longctx.memory.model import estimate
+from longctx.model.lora import merge, write_adapter
+from longctx.training.data import plan_steps
+from longctx.training.saved.export import export
+from tests.lora_cases import (
+    gathered_losses,
+    make_checkpoint,
+    reference,
+    resumed,
+    resuming_fails,
+    run,
+    run_with_checkpoints,
+    settings_of,
+)
+from tests.memory_cases import MODEL, peak_of_step_2
+from tests.training_cases import SMALL, make_store
+from tests.workers import Workers
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+EXPERTS = [f"lora.target_parameters=[{', '.join(BOTH)}]", "lora.target_modules=[q_proj, v_proj]"]
+SPLIT = "batch.tokens_per_rank=200"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {kind: make_checkpoint(folder, kind) for kind in ("mixtral", "gpt_oss", "llama")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "settings"),
+    [
+        ("mixtral", 1, ["batch.tokens_per_rank=300"]),
+        ("mixtral", 2, [SPLIT, "parallel.shard_ranks=1", "parallel.reshard_after=step", "train.recompute=norms"]),
+        ("mixtral", 3, [SPLIT, "train.recompute=full"]),
+        ("gpt_oss", 2, [SPLIT, "train.recompute=norms"]),
+        ("gpt_oss", 3, [SPLIT]),
+    ],
+)
+def test_steps_are_those_of_peft(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str, ranks: int, settings: list[str]
+) -> None:
+    settings = settings_of(checkpoints[kind], *EXPERTS, *settings)
+    results = workers.run(run, ranks, store, tmp_path, settings)
+    first = results[0]["first"]
+    assert {name.partition(".mlp.")[2] for name in first if ".mlp." in name and "lora_A" in name} == {
+        "experts.lora_A.default.weight",
+        "experts.base_layer.lora_A.default.weight",
+    }
+    losses, last = reference(checkpoints[kind], store, settings, first, ["q_proj", "v_proj"], target_parameters=BOTH)
+    assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
+    assert ranks == 1 or all(result["split"] for result in results)
+    for name, value in last.items():
+        assert (results[0]["last"][name] - value).norm() / value.norm() < 1e-3, name
+    assert all(result["frozen stays"] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("mixtral", EXPERTS), ("gpt_oss", EXPERTS), ("gpt_oss", [EXPERTS[0], "lora.target_modules=[]"])]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peft_loads_the_adapter_and_merges_the_same(
+    checkpoints: dict[str, Path], tmp_path: Path, kind: str, targets: list[str], dtype: str
+) -> None:
+    given = settings_of(checkpoints[kind], *targets, f"train.dtype={dtype}", "batch.tokens_per_rank=300")
+    model = load(None, given).model_source().build()
+    generator = torch.Generator().manual_seed(0)
+    values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
+    for name, value in values.items():
+        if "lora_" in name:
+            values[name] = 0.1 * torch.randn(value.shape, generator=generator)
+    write_adapter(tmp_path, model, values)
+    base = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=getattr(torch, dtype))
+    loaded = PeftModel.from_pretrained(base, tmp_path).eval()
+    theirs = {name.removeprefix("base_model.model."): weight for name, weight in loaded.named_parameters()}
+    assert {name for name in theirs if "lora_" in name} == {name.removeprefix("hf.") for name in values if "lora_" in name}
+    for name, value in values.items():
+        if "lora_" in name:
+            assert torch.equal(theirs[name.removeprefix("hf.")].float(), value), name
+    merged, expected = merge(model, values), loaded.merge_and_unload()
+    for name, weight in expected.named_parameters():
+        if dtype == "float32" or weight.dim() < 3:
+            assert torch.equal(merged[f"hf.{name}"], weight), name
+        else:  # peft rounds the product before it adds it
+            torch.testing.assert_close(merged[f"hf.{name}"], weight, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_a_run_resumes_and_exports_what_it_trained(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    settings = settings_of(checkpoints[kind], *EXPERTS, SPLIT, "train.steps=2", "checkpoint.every=1")
+    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]
+    export(tmp_path / "run", tmp_path / "adapters")
+    export(tmp_path / "run", tmp_path / "merged", merge=True)
+    base = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
+    PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().save_pretrained(tmp_path / "expected")
+    merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], weight) for name, weight in expected.items())
+    other = [*settings, "lora.target_parameters=[experts.down_proj]"]
+    said = workers.run(resuming_fails, 2, store, tmp_path / "run", other)
+    assert "lora.target_parameters is ['experts.down_proj'], was ['experts.gate_up_proj'" in said[0]
+    (tmp_path / "run" / "checkpoints" / "step-000002").rename(tmp_path / "moved")
+    for name, value in workers.run(resumed, 2, store, tmp_path / "run", settings)[0].items():
+        assert torch.equal(value, ended[name]), name
+
+
+def test_dora_of_experts_is_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="peft has no DoRA of experts"):
+        load(None, settings_of(checkpoints["mixtral"], *EXPERTS, "lora.dora=true", "batch.tokens_per_rank=300"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("llama", "experts.gate_up_proj", "LlamaForCausalLM has none"),
+        ("mixtral", "w1", "MixtralForCausalLM has experts.down_proj, experts.gate_up_proj"),
+        ("mixtral", "q_proj.weight", "q_proj.weight is not the name of experts"),
+    ],
+)
+def test_other_names_are_refused(checkpoints: dict[str, Path], kind: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, settings_of(checkpoints[kind], f"lora.target_parameters=[{name}]", "batch.tokens_per_rank=300"))
+
+
+def test_the_width_of_experts_is_that_of_all_chosen_ones(checkpoints: dict[str, Path]) -> None:
+    """Mixtral's config has the width of an expert as that of its MLP, and each token goes to two experts."""
+    given = ["lora.rank=null", "lora.alpha=null", "batch.tokens_per_rank=300"]
+    mixtral, llama = (
+        load(None, settings_of(checkpoints[kind], *given)).model_source().spec.layers[0] for kind in ("mixtral", "llama")
+    )
+    config = AutoModelForCausalLM.from_pretrained(checkpoints["mixtral"]).config
+    assert mixtral.intermediate_size == config.num_experts_per_tok * config.intermediate_size
+    assert config.num_experts_per_tok > 1 and llama.intermediate_size == config.intermediate_size
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others"),
+    [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["train.recompute=full"])],
+)
+def test_the_memory_estimate_is_within_15_percent(
+    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]
+) -> None:
+    store = make_store(tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_local_experts": 8}
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "mixtral", **sizes)
+    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
+    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *EXPERTS)
+    given += ["data.max_length=2048", *others]
+    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
+    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
+    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
+    memory = estimate(config.model_source().spec, config, ranks, list(loads([second], config)), fused=False)
+    assert memory.total == pytest.approx(measured, rel=0.15), f"{memory}, measured {measured}"
