@@ -8,6 +8,7 @@ import torch
 from longctx.config import load
 from longctx.model.vision import VISION_FAMILIES
 from tests import vision_cases
+from tests.marks import slow_unless
 from tests.pretrained_cases import assert_step
 from tests.workers import Workers
 
@@ -32,7 +33,7 @@ def test_adapters_are_on_the_language_model(workers: Workers, tmp_path: Path, fa
         assert trained and all(".language_model." in name and ".lora_B." in name for name in trained)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", slow_unless(lambda family: family in ("llava", "gemma3"), VISION_FAMILIES))
 def test_a_pixel_reaches_its_own_document_only(workers: Workers, tmp_path: Path, family: str) -> None:
     folder = vision_cases.save_model(tmp_path / "model", family)
     before, after = (workers.run(vision_cases.row_losses, 2, folder, family, spoiled) for spoiled in (None, (0, 1)))
@@ -61,7 +62,7 @@ def test_a_step_is_the_same_in_every_way(workers: Workers, tmp_path: Path, way: 
     assert_step(workers.run(vision_cases.vision_step, 2, folder, family, settings), expected)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "qwen3_vl", VISION_FAMILIES))
 def test_a_step_in_bfloat16_is_close(workers: Workers, tmp_path: Path, family: str) -> None:
     folder = vision_cases.save_model(tmp_path / "model", family)
     loss, gradients, _ = vision_cases.reference(folder, family)

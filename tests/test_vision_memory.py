@@ -10,6 +10,7 @@ from longctx.memory.advisor import heaviest
 from longctx.memory.model import estimate
 from longctx.training.data import RunData
 from tests.image_cases import SETTINGS, chat, data_url, make_store, picture, start
+from tests.marks import slow_unless
 from tests.memory_cases import peak_of_second_step
 from tests.vision_cases import CONFIGS, save_checkpoint
 from tests.workers import Workers
@@ -27,7 +28,7 @@ def peak(folder: Path, run: Path, settings: list[str]) -> int:
     return peak_of_second_step(lambda: start(folder, run, settings))
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "qwen3_vl", TOWERS))
 def test_the_estimate_is_the_peak_of_the_allocator(workers: Workers, tmp_path: Path, family: str) -> None:
     checkpoint = save_checkpoint(tmp_path / "model", family, vision_config=TOWERS[family])
     images = [data_url(picture(number, 40, 40)) for number in range(6)]
