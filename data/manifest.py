@@ -10,8 +10,8 @@ from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
-VERSION, WITH_WEIGHTS = 1, 2
-"""Versions of stores without and with weights of tokens."""
+VERSION, WITH_WEIGHTS, WITH_IMAGES = 1, 2, 3
+"""Versions of stores without and with weights of tokens, and with images."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
@@ -60,6 +60,7 @@ class Manifest:
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
         limits: maximum number of documents and of bytes, where reading stopped.
+        images: number of images.
         reading: version of how records were read.
     """
 
@@ -106,6 +107,7 @@ class Manifest:
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
+    images: int = 0
     reading: int = 1
     checksums: dict[str, str] = field(default_factory=dict)
 
@@ -147,9 +149,9 @@ class Manifest:
             raise StoreError(
                 f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
             ) from error
-        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS):
+        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS, WITH_IMAGES):
             raise StoreError(
-                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} and {WITH_WEIGHTS}: "
+                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} to {WITH_IMAGES}: "
                 f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
             )
         again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"

@@ -6,6 +6,7 @@ and a second call with the same request skips the documents of those parts inste
 content of the source and all settings; if the store at OUT already matches it, nothing is done.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, WITH_WEIGHTS, Manifest, StoreError
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, WITH_IMAGES, WITH_WEIGHTS, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
 from longctx.data.request import StoreRequest
@@ -36,6 +37,7 @@ from longctx.data.writer import (
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
+_IMAGE_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)\b", re.IGNORECASE)
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
@@ -134,6 +136,7 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         max_length=request.max_length,
         long_documents=long_documents,
         workers=workers,
+        images=request.images,
     )
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
@@ -144,7 +147,7 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
     if pretrained is not None and request.templates is None and conversations:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer, counts, conversations)
-    write_dataset_files(folder, tokenizer, parts, fingerprint)
+    write_dataset_files(folder, tokenizer, parts, fingerprint, request.images is not None)
     manifest = _manifest(
         folder,
         request.corpus,
@@ -263,6 +266,7 @@ def _manifest(
         if file.is_file() and file.name not in NOTES
     }
     written = {part.file: part.checksums for part in parts}
+    images = sum(part.images for part in parts)
     return Manifest(
         **settings,
         source=corpus.source,
@@ -273,7 +277,7 @@ def _manifest(
         longest_length=longest.longest_length,
         empty_documents=counts.empty,
         limits=corpus.limits,
-        not_read=dict(corpus.not_read),
+        not_read=_not_read(corpus, images),
         skipped_files=len(counts.not_text),
         skipped_names=tuple(counts.not_text[:SKIPPED_NAMES]),
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -300,8 +304,14 @@ def _manifest(
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
         empty_thoughts=sum(part.empty_thoughts for part in parts),
         straddling_tokens=sum(part.straddling_tokens for part in parts),
-        version=WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION,
+        version=WITH_IMAGES if images else WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION,
         weighted_documents=sum(part.weighted_documents for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
+        images=images,
     )
+
+
+def _not_read(corpus: Corpus, images: int) -> dict[str, int]:
+    """Returns the number of files that are not read, by reason; without those of images, if there are any in records."""
+    return {reason: count for reason, count in corpus.not_read.items() if not (images and _IMAGE_FILES.search(reason))}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx.data.image_processor import processor_class
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import install
 from longctx.tokenizer_files import TOKENIZER_FILES, find
@@ -34,6 +35,8 @@ class Pretrained:
         variables: variables of the templates: the special tokens by role.
         ends: all end-of-text and end-of-turn tokens.
         folder, files: files that an export needs, relative to the folder.
+        processor: class of the processor of images; None: it is for texts only.
+        loaded: the tokenizer as transformers loads it.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Pretrained:
     ends: Sequence[str]
     folder: Path
     files: Sequence[Path]
+    processor: str | None = None
+    loaded: Any = None
 
     @classmethod
     def load(cls, name: str, end_of_document: str | None = None) -> "Pretrained":
@@ -86,11 +91,13 @@ class Pretrained:
             name,
             tokenizer,
             np.array(_begin(backend), tokenizer.dtype),
-            _templates(name, loaded),
+            _templates(name, loaded, folder),
             dict(loaded.special_tokens_map),
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
             find(folder, FILES),
+            processor_class(folder),
+            loaded,
         )
 
 
@@ -131,7 +138,10 @@ def _begin(backend: Any) -> list[int]:
     return []
 
 
-def _templates(name: str, loaded: Any) -> Mapping[bool, str] | None:
+def _templates(name: str, loaded: Any, folder: Path) -> Mapping[bool, str] | None:
+    file = folder / "chat_template.json"  # of a processor, which older checkpoints with images have alone
+    if not loaded.chat_template and file.is_file():
+        return dict.fromkeys((False, True), str(json.loads(file.read_text("utf-8"))["chat_template"]))
     if not loaded.chat_template:
         return None
     try:

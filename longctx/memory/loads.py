@@ -35,6 +35,7 @@ class Load:
         swapped: rows of documents whose heads are swapped for tokens (Ulysses).
         kv_copies: ranks that have a copy of each KV head of these rows.
         first: whether this is the first micro-batch of the step, before which there are no gradients.
+        image_share: share of the tokens that are of images, if the model reads some.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class Load:
     swapped: int = 0
     kv_copies: int = 1
     first: bool = False
+    image_share: float = 1.0
 
 
 def loads(plans: Iterable[Plan], config: Config) -> set[Load]:

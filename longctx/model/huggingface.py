@@ -28,6 +28,7 @@ from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
+from longctx.model.vision import Images, encode_images, is_vision, tower_blocks, tower_sizes
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
@@ -104,7 +105,11 @@ class TransformersModel(Model):
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
         vars(self)["layers"] = self.hf.get_submodule(block_name(self.hf))
+        vars(self)["tower"] = tower_blocks(self.hf) if is_vision(self.hf) else []
         self.spec = spec_of(self.hf, self.layers, causal=not self.masked)
+        if is_vision(self.hf):
+            parameters, values = tower_sizes(self.hf)
+            self.spec = replace(self.spec, tower_parameters=parameters, tower_values=values)
         self._documents: RowDocuments | None = None
         """Documents of the micro-batch that runs."""
         self._routers = self._watch_routers()
@@ -120,18 +125,25 @@ class TransformersModel(Model):
         attention: Any,
         head: Head | None = None,
         documents: RowDocuments | None = None,
+        images: Images | None = None,
     ) -> torch.Tensor:
-        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward.
+
+        `images` are those of the micro-batch, if any rank has some; `positions` may then be [axes, tokens].
+        """
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without tokens gets one padding token
         arguments = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
         if positions is not None:
-            arguments["position_ids"] = F.pad(positions, (0, missing))[None] + self.first_position
+            arguments["position_ids"] = F.pad(positions, (0, missing)).unsqueeze(-2) + self.first_position
+        if images is not None:
+            arguments["mm_encoder_outputs"], anchor = encode_images(self.hf, images)
         if head is None:
             logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits
         with packing_from_layout():
             hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
+        hidden = hidden if images is None else hidden + anchor
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -308,7 +320,8 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = (), masked:
     Transformers decides the same for every pair of tied weights. Raises PretrainedError if only some pairs differ.
     """
     files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
-    if not files.config.get_text_config().tie_word_embeddings or (files.folder / DESCRIBED).is_file():
+    ties = any(getattr(config, "tie_word_embeddings", False) for config in (files.config, files.config.get_text_config()))
+    if not ties or (files.folder / DESCRIBED).is_file():
         return files
     try:
         with torch.device("meta"):
@@ -371,6 +384,8 @@ def block_name(hf: Any) -> str:
     lists: dict[str, nn.ModuleList] = {
         name: module for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
+    if is_vision(hf):
+        lists = {name: module for name, module in lists.items() if "language_model." in name}
     known = {name: blocks for name, blocks in lists.items() if all(type(block).__name__ in whole for block in blocks)}
     for name, blocks in [*known.items(), *lists.items()]:
         if len(blocks) == count:

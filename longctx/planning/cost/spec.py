@@ -133,6 +133,8 @@ class ModelSpec:
         frozen_embedding, frozen_head: whether the embedding and the output projection are not trained.
         frozen_outside: number of parameters outside of the blocks that are not trained, these included.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
+        tower_parameters: parameters of an encoder of images, with what projects its features.
+        tower_values: values that it keeps for backward for a token of an image. Its operations are not counted.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -149,6 +151,8 @@ class ModelSpec:
     frozen_head: bool = False
     frozen_outside: int = 0
     causal: bool = True
+    tower_parameters: int = 0
+    tower_values: int = 0
 
     @property
     def largest_layer(self) -> LayerSpec:
@@ -171,7 +175,7 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of all parameters, a tied embedding counted once. Needs `vocab_size`."""
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
-        outside = embeddings + self.position_parameters + self.norm_parameters
+        outside = embeddings + self.position_parameters + self.norm_parameters + self.tower_parameters
         return sum(layer.parameters for layer in self.layers) + outside + self.prediction_parameters
 
     @property
