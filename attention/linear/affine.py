@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 LANE = 16
 """Largest number of maps in a lane."""
@@ -189,9 +190,8 @@ def _apply(step: Maps, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
 def _plus(added: torch.Tensor | None, move: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """Returns `added`, if any, in the last columns, plus move · state."""
     diagonal = move.shape[-1] == 1
-    if added is not None and added.shape[-1] == state.shape[-1]:
-        return torch.addcmul(added, move, state) if diagonal else torch.baddbmm(added, move, state)
-    moved = move * state if diagonal else move @ state
-    if added is not None:
-        moved[..., -added.shape[-1] :] += added
-    return moved
+    if added is None:
+        return move * state if diagonal else move @ state
+    if added.shape[-1] < state.shape[-1]:  # not in place: checkpoints may keep what operators return
+        added = F.pad(added, (state.shape[-1] - added.shape[-1], 0))
+    return torch.addcmul(added, move, state) if diagonal else torch.baddbmm(added, move, state)
