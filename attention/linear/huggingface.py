@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -59,15 +60,19 @@ def replace_linear(model: Any) -> None:
     restore_linear(model)
     handles: list[RemovableHandle] = []
     for layer, kind in linear_layers(model).items():
-        module = sys.modules[kind.__module__]
-        for name, ours in FUNCTIONS.items():
-            original = getattr(module, name, None)
-            if original is not None and original not in _REPLACED:
-                setattr(module, name, _replacement(original, ours))
+        replace_functions(sys.modules[kind.__module__])
         handles.append(layer.register_forward_pre_hook(_bind, with_kwargs=True))
     if handles and type(model).__name__ == "Mamba2ForCausalLM":
         handles += _pass_layout_on(model)
     _HOOKS[model] = handles
+
+
+def replace_functions(module: ModuleType) -> None:
+    """Replaces the functions of a file of transformers by ours, which act if a layout is among the arguments."""
+    for name, ours in FUNCTIONS.items():
+        original = getattr(module, name, None)
+        if original is not None and original not in _REPLACED:
+            setattr(module, name, _replacement(original, ours))
 
 
 def restore_linear(model: Any) -> None:

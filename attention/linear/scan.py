@@ -7,6 +7,7 @@ pair of ranks and layer, however many segments; autograd runs the same in revers
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -113,7 +114,8 @@ def linear_attention(
         return v
     wide = torch.promote_types(v.dtype, torch.float32)
     decay = decay if decay.dim() == 3 else decay[..., None]
-    with torch.autocast(q.device.type, enabled=False):
+    kind = q.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():  # meta has none
         return _attend(_each(lambda x: x.to(wide), (q, k, v, decay, beta)), scan, make).to(v.dtype)
 
 
