@@ -18,9 +18,11 @@ from longctx.errors import UserError
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Layer types that work on packed documents; others (convolutions, linear attention, ..) would mix documents."""
 LINEAR_LAYERS = (
+    "BailingHybridDeltaAttention",
     "BambaMixer",
     "FalconH1Mixer",
     "GraniteMoeHybridMambaLayer",
+    "KimiLinearDeltaAttention",
     "Mamba2Mixer",
     "NemotronHMamba2Mixer",
     "OlmoHybridGatedDeltaNet",

@@ -25,8 +25,8 @@ OWN = "computes attention itself, not through transformers' attention interface"
         *((kind, OWN) for kind in ("cpmant", "openai-gpt", "rwkv", "xlm", "xlnet")),
         ("doge", r"does not run on packed tokens with attention 'longctx' \(AttributeError: 'CausalMask'"),
         *(
-            (kind, "layers of type linear_attention.* of the classes BambaMixer")
-            for kind in ("falcon_mamba", "kimi_linear", "mamba")
+            (kind, "layers of type linear_attention.* of the classes BailingHybridDeltaAttention, BambaMixer")
+            for kind in ("falcon_mamba", "mamba", "minimax")
         ),
         ("llama4_text", "layers of type chunked_attention"),
         ("xlstm", "never calls transformers' attention interface"),

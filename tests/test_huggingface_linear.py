@@ -1,4 +1,4 @@
-"""Models with linear attention, gated delta nets and Mamba-2, over split documents equal their own code in one process."""
+"""Models with gated delta nets, Kimi Delta Attention and Mamba-2 over split documents equal their own code in one process."""
 
 from dataclasses import replace
 from itertools import product
@@ -28,7 +28,7 @@ from tests.pretrained_cases import SETTINGS, assert_step, reference, step
 from tests.workers import Workers
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
-KINDS = ("qwen3_next", "mamba2", "falcon_h1")
+KINDS = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
 LENGTHS = (97, 1, 5, 61, 3, 130, 2, 8)
 PLACEMENTS = (
     (Placement(0, 0, 4), Placement(1, 1, 3), Placement(2, 0, 4, True), Placement(3, 1, 2), Placement(4, 0, 3)),
@@ -63,7 +63,9 @@ def split_step(kind: str, recompute: bool) -> tuple[float, list[torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "recompute"),
-    slow_unless(lambda kind, recompute: recompute == (kind == "mamba2") and kind != "falcon_h1", product(KINDS, (False, True))),
+    slow_unless(
+        lambda kind, recompute: recompute == (kind != "qwen3_next") and kind != "falcon_h1", product(KINDS, (False, True))
+    ),
 )
 def test_split_documents_train_as_in_one_process(workers: Workers, kind: str, recompute: bool) -> None:
     loss, expected = unpacked(build(kind, "eager"), make_documents(LENGTHS))
@@ -80,7 +82,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / kind for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind != "falcon_h1", KINDS))
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind in ("qwen3_next", "mamba2"), KINDS))
 def test_a_step_of_the_trainer_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], kind: str) -> None:
     assert_step(workers.run(step, 3, checkpoints[kind], []), reference(checkpoints[kind]))
 

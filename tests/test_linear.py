@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longctx.attention.linear import Recurrence
 from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
-from tests.linear_cases import NAMES, gather, run_linear, token_by_token
+from tests.linear_cases import NAMES, RULES, gather, run_linear, token_by_token
 from tests.marks import examples
 from tests.workers import Workers
 
@@ -17,7 +17,7 @@ LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 90))
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    ranks = draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 5))
     lengths = draw(st.lists(LENGTHS, min_size=1, max_size=5))
     placements = []
     for document in range(len(lengths)):
@@ -29,32 +29,38 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def check(workers: Workers, case: Case, kernel: int, delta: bool) -> None:
-    found = gather(case, workers.run(run_linear, case.ranks, case, kernel, delta))
-    expected = token_by_token(case, kernel, delta)
+def check(workers: Workers, case: Case, kernel: int, rule: str) -> None:
+    found = gather(case, workers.run(run_linear, case.ranks, case, kernel, rule))
+    expected = token_by_token(case, kernel, rule)
     for name in NAMES:
         error = (found[name] - expected[name]).norm() / (expected[name].norm() + 1e-30)
         assert error < 1e-10, f"{name}: {error:.1e}"
 
 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases(), kernel=st.integers(1, 6), delta=st.booleans())
-def test_any_split_equals_a_loop_over_tokens(workers: Workers, case: Case, kernel: int, delta: bool) -> None:
-    check(workers, case, kernel, delta)
+@given(case=cases(), kernel=st.integers(1, 6), rule=st.sampled_from(RULES))
+def test_any_split_equals_a_loop_over_tokens(workers: Workers, case: Case, kernel: int, rule: str) -> None:
+    check(workers, case, kernel, rule)
 
 
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
-def test_every_degree(workers: Workers, degree: int, delta: bool) -> None:
+def test_every_degree(workers: Workers, degree: int, rule: str) -> None:
     """One document on all ranks beside short ones; rank 3 holds nothing of them, and nothing at all below degree 4."""
     lengths = (151, 1, 2, 3, 7, 13)
     ranks = [0, 1, 2, 0, 1, 0]
     placements = [Placement(0, 0, degree), *(Placement(i, ranks[i] % degree, degree - ranks[i] % degree) for i in range(1, 6))]
-    check(workers, Case(4, lengths, tuple(placements), heads=2), 4, delta)
+    check(workers, Case(4, lengths, tuple(placements), heads=2), 4, rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_segments_of_several_lanes(workers: Workers, rule: str) -> None:
+    """Segments of 18 and 36 chunks beside short ones."""
+    check(workers, Case(2, (4400, 70, 2300), (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1))), 2, rule)
 
 
 def test_a_halo_spans_segments_that_are_shorter_than_it(workers: Workers) -> None:
-    check(workers, Case(4, (8, 5, 3), (Placement(0, 0, 4), Placement(1, 0, 4, True), Placement(2, 1, 3))), 6, True)
+    check(workers, Case(4, (8, 5, 3), (Placement(0, 0, 4), Placement(1, 0, 4, True), Placement(2, 1, 3))), 6, "delta")
 
 
 def test_accuracy_of_strong_decays() -> None:
@@ -72,4 +78,4 @@ def test_accuracy_of_strong_decays() -> None:
 
 def test_a_rank_that_only_sends_waits_for_gradients(workers: Workers) -> None:
     """The first of two tokens is on another rank than the second, which alone uses the state."""
-    check(workers, Case(2, (2,), (Placement(0, 0, 2),)), 1, True)
+    check(workers, Case(2, (2,), (Placement(0, 0, 2),)), 1, "delta")

@@ -132,20 +132,20 @@ def test_masks_that_would_show_other_sequences_are_refused(mask: Mask) -> None:
 
 
 @several_ranks
-@given(data=st.data(), kernel=st.integers(1, 6), delta=st.booleans(), ranks=st.integers(1, 4))
-def test_linear_layers_and_convolutions(workers: Workers, data: st.DataObject, kernel: int, delta: bool, ranks: int) -> None:
+@given(data=st.data(), kernel=st.integers(1, 6), rule=st.sampled_from(linear_cases.RULES), ranks=st.integers(1, 4))
+def test_linear_layers_and_convolutions(workers: Workers, data: st.DataObject, kernel: int, rule: str, ranks: int) -> None:
     """States and halos follow the path, on any ranks: equal to a loop over the tokens of every sequence alone."""
     case = data.draw(tree_cases(ranks, children=3, tokens=20))
-    got = linear_cases.gather(case, workers.run(linear_cases.run_linear, ranks, case, kernel, delta))
-    expected = linear_one_by_one(case, kernel, delta)
+    got = linear_cases.gather(case, workers.run(linear_cases.run_linear, ranks, case, kernel, rule))
+    expected = linear_one_by_one(case, kernel, rule)
     for name in linear_cases.NAMES:
         error = (got[name] - expected[name]).norm() / (expected[name].norm() + 1e-30)
         assert error < 1e-10, f"{name}: {error:.1e}"
 
 
-def linear_one_by_one(case: Case, kernel: int, delta: bool) -> dict[str, torch.Tensor]:
+def linear_one_by_one(case: Case, kernel: int, rule: str) -> dict[str, torch.Tensor]:
     """Returns out and gradients in the names of `linear_cases`, of every sequence alone; those of shared rows are summed."""
-    everything = linear_cases.inputs(case, kernel)
+    everything = linear_cases.inputs(case, kernel, rule)
     total = {name: torch.zeros_like(everything["dout" if name == "out" else name]) for name in linear_cases.NAMES}
     start, given = 0, torch.zeros(sum(case.lengths), dtype=torch.bool)
     for document, length in enumerate(case.lengths):
@@ -153,7 +153,7 @@ def linear_one_by_one(case: Case, kernel: int, delta: bool) -> dict[str, torch.T
             rows = start + sequence
             alone = {name: x if name in ("weight", "bias") else x[rows] for name, x in everything.items()}
             alone["dout"] = torch.where(given[rows, None, None], 0, alone["dout"])
-            found = linear_cases.token_by_token(replace(case, lengths=(len(rows),)), kernel, delta, alone)
+            found = linear_cases.token_by_token(replace(case, lengths=(len(rows),)), kernel, rule, alone)
             total["out"][rows], given[rows] = found.pop("out"), True
             for name, gradient in found.items():
                 total[name][... if name in ("weight", "bias") else rows] += gradient

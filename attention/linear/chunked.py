@@ -1,10 +1,11 @@
 """The recurrence of linear attention over segments of any lengths, a chunk of tokens at a time, in plain torch.
 
-Inside a chunk everything is matrix products; the state goes from chunk to chunk, in all segments at once. The state S [k_dim,
-v_dim] of a head, and the output o, with decay g ≤ 0:
+Inside a chunk everything is matrix products, in all chunks at once. Each chunk is an affine map of the state before it to the
+state after it, and `affine` scans these maps. The state S [k_dim, v_dim] of a head, and the output o, with decay g ≤ 0:
 
-    S_t = (I - β_t k_t k_tᵀ) exp(g_t) S_{t-1} + β_t k_t v_tᵀ    gated delta rule (Yang et al., 2025)
-    S_t = exp(g_t) S_{t-1} + k_t v_tᵀ                           without β: Mamba-2 (Dao and Gu, 2024)
+    S_t = (I - β_t k_t k_tᵀ) diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ    Kimi Delta Attention (2025), g_t [k_dim]
+    S_t = (I - β_t k_t k_tᵀ) exp(g_t) S_{t-1} + β_t k_t v_tᵀ          gated delta rule (Yang et al., 2025), g_t a number
+    S_t = exp(g_t) S_{t-1} + k_t v_tᵀ                                 without β: Mamba-2 (Dao and Gu, 2024)
     o_t = S_tᵀ q_t
 
 The delta rule of a chunk is solved as one triangular system (Yang et al., 2024, "UT transform").
@@ -12,14 +13,16 @@ The delta rule of a chunk is solved as one triangular system (Yang et al., 2024,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
+from torch.nn import functional as F
 
+from longctx.attention.linear.affine import Lanes, Maps, scan
 from longctx.attention.segment_builder import row_index
 
 CHUNK = 64
-"""Largest number of tokens per chunk."""
+"""Largest number of tokens per chunk, a power of two."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,14 @@ class Chunks:
     Attributes:
         lengths: tokens of each segment.
         size: tokens per chunk.
-        active: number of segments that have a first, second, .. chunk. All first chunks come first, then all second ones, ..,
-            each in the order of `order`.
-        order, original: index tensors that sort segments by their number of chunks, descending, and back.
+        lanes: the scan over the chunks.
         gathered: row of every place of the chunks; the row after the last one fills up.
         outputs: place of every row.
     """
 
     lengths: tuple[int, ...]
     size: int
-    active: tuple[int, ...]
-    order: torch.Tensor
-    original: torch.Tensor
+    lanes: Lanes
     gathered: torch.Tensor
     outputs: torch.Tensor
 
@@ -48,27 +47,13 @@ class Chunks:
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> "Chunks":
         size = min(CHUNK, 1 << (max(lengths) - 1).bit_length())
         starts = list(accumulate(lengths, initial=0))
-        filler, counts = starts[-1], [-(-length // size) for length in lengths]
-        order = sorted(range(len(lengths)), key=lambda segment: -counts[segment])
+        counts = [-(-length // size) for length in lengths]
+        firsts = [size * count for count in accumulate(counts, initial=0)]  # first place of every segment
         gathered: list[range] = []
-        places: list[list[range]] = [[] for _ in lengths]
-        active = [sum(count > step for count in counts) for step in range(max(counts))]
-        for step, several in enumerate(active):
-            first = sum(active[:step])
-            for number, segment in enumerate(order[:several]):
-                tokens = min(size, lengths[segment] - step * size)
-                row, place = starts[segment] + step * size, (first + number) * size
-                gathered += [range(row, row + tokens), *[range(filler, filler + 1)] * (size - tokens)]
-                places[segment].append(range(place, place + tokens))
-        return cls(
-            tuple(lengths),
-            size,
-            tuple(active),
-            torch.tensor(order, device=device),
-            torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device),
-            row_index(gathered, device),
-            row_index([part for parts in places for part in parts], device),
-        )
+        for (start, stop), count in zip(pairwise(starts), counts, strict=True):
+            gathered += [range(start, stop), *[range(starts[-1], starts[-1] + 1)] * (size * count - (stop - start))]
+        places = [range(first, first + length) for first, length in zip(firsts, lengths, strict=False)]
+        return cls(tuple(lengths), size, Lanes.of(counts, device), row_index(gathered, device), row_index(places, device))
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """Returns rows [rows, heads, ..] as chunks [chunks, heads, size, ..]."""
@@ -86,40 +71,60 @@ def scan_chunks(
     initial: torch.Tensor,
     chunks: Chunks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the outputs [rows, heads, v_dim] and the state at the end of every segment [segments, heads, k_dim, v_dim].
+    """Returns the outputs [rows, heads, columns] and the state at the end of every segment [segments, heads, k_dim, columns].
 
     Args:
         q, k: [rows, heads, k_dim], float32 or float64, like all tensors.
         v: [rows, heads, v_dim].
-        decay, beta: [rows, heads]; no beta: no delta rule.
-        initial: state before every segment, as the result.
+        decay: [rows, heads, k_dim or 1].
+        beta: [rows, heads]; no beta: no delta rule.
+        initial: state before every segment, as the result; of its columns the last v_dim are those of v, and the others take
+            values of zero.
         chunks: the segments.
     """
     q, k, v, decay = map(chunks.split, (q, k, v, decay))
-    total = decay.cumsum(-1)
-    # Sums of the decays between two tokens: differences of their cumulative sums would lose digits.
-    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
-    sums = decay[..., None].expand(*decay.shape, chunks.size).masked_fill(~later.mT, 0).cumsum(-2)
-    between = sums.masked_fill(later, -torch.inf).exp()
-    scores = (q @ k.mT) * between
-    reads, writes = q * total.exp()[..., None], k * between[..., -1, :, None]
-    kept = total[..., -1].exp()[..., None, None]
-    seen: torch.Tensor | None = None
-    if beta is not None:
+    total = decay.cumsum(-2)
+    writes, move = k * sums_after(decay).exp(), total[..., -1:, :].mT.exp()
+    if beta is None:
+        scores = _between(q, k, decay)
+        before, _, ends = scan(Maps(move, writes.mT @ v), initial, chunks.lanes)
+        new = v
+    else:
         factor = chunks.split(beta)[..., None]
-        system = (factor * k @ k.mT) * between
-        right = torch.cat([factor * v, factor * k * total.exp()[..., None]], dim=-1)
+        scores, system = _between(torch.stack([q, factor * k]), k, decay)
+        right = torch.cat([factor * v, -factor * k * total.exp()], dim=-1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        v, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    state, ended, outputs, first = initial.index_select(0, chunks.order), [], [], 0
-    for several in chunks.active:
-        now = slice(first, first + several)
-        if several < len(state):
-            ended.append(state[several:])
-            state = state[:several]
-        new = v[now] if seen is None else v[now] - seen[now] @ state
-        outputs.append(reads[now] @ state + scores[now] @ new)
-        state = kept[now] * state + writes[now].mT @ new
-        first += several
-    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.outputs)
-    return out, torch.cat([state, *reversed(ended)]).index_select(0, chunks.original)
+        values, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+        before, found, ends = scan(Maps(move, None, writes, seen, values), initial, chunks.lanes)
+        assert found is not None
+        new = found
+    out = (q * total.exp()) @ before + scores @ new
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.outputs), ends
+
+
+def sums_after(decay: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the rows after each row of decay [.., rows, k_dim]."""
+    return F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
+def _between(x: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Returns x_i · k_j for j ≤ i, each product decayed by the tokens after j up to i, and zero for j > i.
+
+    Decays between two tokens are summed: differences of their cumulative sums would lose digits, and factors of their
+    exponentials overflow. With one per channel this takes a level for each power of two: between tokens of two neighbouring
+    blocks, the decays up to the border belong to k, those after it to x.
+    """
+    size = x.shape[-2]
+    if decay.shape[-1] == 1:
+        later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+        sums = decay.expand(*decay.shape[:-1], size).masked_fill(~later.mT, 0).cumsum(-2)
+        return (x @ k.mT) * sums.masked_fill(later, -torch.inf).exp()
+    blocks, half = (x * k).sum(-1)[..., None, None], 1
+    while half < size:
+        after, before = (each.unflatten(-2, (-1, 2, half))[..., side, :, :] for side, each in ((1, x), (0, k)))
+        second, first = (decay.unflatten(-2, (-1, 2, half))[..., side, :, :] for side in (1, 0))
+        across = (after * second.cumsum(-2).exp()) @ (before * sums_after(first).exp()).mT
+        above, below = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+        blocks = torch.cat([torch.cat([above, torch.zeros_like(across)], -1), torch.cat([across, below], -1)], -2)
+        half *= 2
+    return blocks[..., 0, :, :]

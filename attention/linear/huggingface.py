@@ -1,4 +1,4 @@
-"""Linear attention for models of `transformers`: gated delta nets and Mamba-2.
+"""Linear attention for models of `transformers`: gated delta nets, Kimi Delta Attention and Mamba-2.
 
 Their layers call functions of their own file, a convolution and a scan over all tokens of the row, and pass on the keyword
 arguments of the model. These functions are replaced by ours, which act if a layout is among the arguments; otherwise, in other
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,6 +22,8 @@ from longctx.attention.huggingface_check import LINEAR_LAYERS, HuggingFaceError,
 from longctx.attention.linear.recurrence import Recurrence
 
 ARGUMENT = "ring_attention"
+IGNORED = ("hidden_states", "position_embeddings", ARGUMENT)
+"""Arguments of linear layers that are no reason to refuse a model; position embeddings, of a token alone, are for others."""
 _HOOKS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 _REPLACED: WeakSet[Callable[..., Any]] = WeakSet()
 
@@ -47,6 +50,8 @@ def state_size(layer: Any) -> int:
     """Returns the number of values that a linear layer sends per segment: a state and its transition for every head."""
     if hasattr(layer, "ssm_state_size"):
         return int(layer.num_heads * (layer.ssm_state_size * layer.head_dim + 1))
+    if hasattr(layer, "forget_gate"):  # Kimi Delta Attention
+        return int(layer.num_heads * 2 * layer.head_dim**2)
     return int(layer.num_v_heads * layer.head_k_dim * (layer.head_k_dim + layer.head_v_dim))
 
 
@@ -55,15 +60,19 @@ def replace_linear(model: Any) -> None:
     restore_linear(model)
     handles: list[RemovableHandle] = []
     for layer, kind in linear_layers(model).items():
-        module = sys.modules[kind.__module__]
-        for name, ours in FUNCTIONS.items():
-            original = getattr(module, name, None)
-            if original is not None and original not in _REPLACED:
-                setattr(module, name, _replacement(original, ours))
+        replace_functions(sys.modules[kind.__module__])
         handles.append(layer.register_forward_pre_hook(_bind, with_kwargs=True))
     if handles and type(model).__name__ == "Mamba2ForCausalLM":
         handles += _pass_layout_on(model)
     _HOOKS[model] = handles
+
+
+def replace_functions(module: ModuleType) -> None:
+    """Replaces the functions of a file of transformers by ours, which act if a layout is among the arguments."""
+    for name, ours in FUNCTIONS.items():
+        original = getattr(module, name, None)
+        if original is not None and original not in _REPLACED:
+            setattr(module, name, _replacement(original, ours))
 
 
 def restore_linear(model: Any) -> None:
@@ -92,7 +101,7 @@ def _bind(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -
     hidden = arguments[0] if arguments else named["hidden_states"]
     if hidden.shape[0] != 1:
         raise HuggingFaceError(f"input_ids has batch size {hidden.shape[0]}: pack all documents into one row of tokens")
-    refuse_arguments(name, {key: value for key, value in named.items() if key not in ("hidden_states", ARGUMENT)})
+    refuse_arguments(name, {key: value for key, value in named.items() if key not in IGNORED})
     return arguments, named | {ARGUMENT: LayerRecurrence(rings.recurrence(hidden.device), getattr(layer, "layer_idx", None))}
 
 
@@ -144,9 +153,10 @@ def _delta_rule(
     ring_attention: LayerRecurrence,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `torch_chunk_gated_delta_rule` of transformers.
+    """As `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` of transformers.
 
-    Takes query, key and value [1, tokens, heads, dim], g and beta [1, tokens, heads].
+    Takes query, key and value [1, tokens, heads, dim], g [1, tokens, heads] or by channel [1, tokens, heads, dim], and beta
+    [1, tokens, heads].
     """
     repeats = value.shape[2] // key.shape[2]
     query, key = (x[0].to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(repeats, 1) for x in (query, key))
@@ -195,6 +205,7 @@ def _not_fused(*_: Any, **__: Any) -> None:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _not_fused,
 }

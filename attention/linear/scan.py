@@ -7,6 +7,7 @@ pair of ranks and layer, however many segments; autograd runs the same in revers
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -103,7 +104,8 @@ def linear_attention(
     Args:
         q, k: [tokens, heads, k_dim]; scaled, and normalized if the model does so.
         v: [tokens, heads, v_dim].
-        decay: [tokens, heads], logarithm of the factor of the state at every token, at most 0.
+        decay: [tokens, heads], logarithm of the factor of the state at every token, at most 0; or [tokens, heads, k_dim]: one
+            for each of the state's rows.
         beta: [tokens, heads], strength of the delta rule; None: no delta rule.
         scan: the segments.
         make: makes the exchange of a pass.
@@ -111,7 +113,9 @@ def linear_attention(
     if not len(q):
         return v
     wide = torch.promote_types(v.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    decay = decay if decay.dim() == 3 else decay[..., None]
+    kind = q.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():  # meta has none
         return _attend(_each(lambda x: x.to(wide), (q, k, v, decay, beta)), scan, make).to(v.dtype)
 
 
@@ -121,7 +125,7 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], tensors: Given) -> G
 
 
 def _attend(tensors: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
-    q, k, _, _, beta = tensors
+    q, k, _, decay, beta = tensors
     outs: list[torch.Tensor] = []
     ends: list[torch.Tensor] = []
     transitions: list[torch.Tensor] = []
@@ -129,7 +133,7 @@ def _attend(tensors: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
     if scan.first is not None:
         out, end = scan.first.run(_each(scan.first.rows.read, tensors))
         outs, ends = [out], [end]
-        transitions = [end.new_zeros(*end.shape[:2], *(() if beta is None else (k.shape[2], k.shape[2])))]
+        transitions = [end.new_zeros(*end.shape[:2], *((k.shape[2],) * 2 if beta is not None else (decay.shape[2], 1)))]
     if scan.later is not None:
         out, reach, end, transition = _affine(scan.later, _each(scan.later.rows.read, tensors))
         outs, ends, transitions = [*outs, out], [*ends, end], [*transitions, transition]
@@ -150,18 +154,17 @@ def _attend(tensors: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
 def _affine(group: Group, tensors: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns o [rows, heads, v_dim], W [rows, heads, k_dim], B [segments, heads, k_dim, v_dim] and M of each segment.
 
-    M is [segments, heads, k_dim, k_dim], or [segments, heads] without delta rule.
+    M is [segments, heads, k_dim, k_dim], or without delta rule its diagonal, see `affine.Maps`.
     """
     q, k, v, decay, beta = tensors
     if beta is None:
         totals = [part.cumsum(0) for part in group.split(decay)]
         out, end = group.run(tensors)
-        return out, q * torch.cat(totals).exp()[..., None], end, torch.stack([total[-1] for total in totals]).exp()
+        return out, q * torch.cat(totals).exp(), end, torch.stack([total[-1] for total in totals]).exp()[..., None]
     # W and M are the output and the state of values of zero after a state of one.
     k_dim = k.shape[2]
     one = torch.eye(k_dim, dtype=q.dtype, device=q.device).expand(len(group.segments), v.shape[1], -1, -1)
-    initial = torch.cat([one, one.new_zeros(*one.shape[:3], v.shape[2])], dim=-1)
-    out, end = group.run((q, k, torch.cat([torch.zeros_like(k), v], dim=-1), decay, beta), initial)
+    out, end = group.run(tensors, torch.cat([one, one.new_zeros(*one.shape[:3], v.shape[2])], dim=-1))
     return out[..., k_dim:], out[..., :k_dim], end[..., k_dim:], end[..., :k_dim]
 
 
@@ -175,5 +178,5 @@ def _combine(scan: Scan, transitions: torch.Tensor, ends: torch.Tensor) -> list[
         for previous, row in pairwise(rows):
             if row not in after:
                 move, state = moves[row], after[previous]
-                after[row] = added[row] + (move @ state if move.dim() > 1 else move[:, None, None] * state)
+                after[row] = added[row] + (move * state if move.shape[-1] == 1 else move @ state)
     return [after[rows[-1]] for rows in scan.before]

@@ -144,7 +144,14 @@ class RankMemory:
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
         self.layer = max(held, key=lambda layer: layer.parameters)
-        self.block = BlockMemory(spec, config, self.layer, load, fused)
+        kinds = [(layer.attends, layer.linear_kept, layer.linear_working) for layer in held]
+        self.blocks = {
+            kind: BlockMemory(
+                spec, config, replace(self.layer, attends=kind[0], linear_kept=kind[1], linear_working=kind[2]), load, fused
+            )
+            for kind in kinds
+        }
+        self.block = self.blocks[kinds[0]]
         self.weights = Weights(spec, config, self.layer, held, self.first, self.last)
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
@@ -157,10 +164,11 @@ class RankMemory:
             if not self.weights.trained_tower
             else round(self.block.number * spec.tower_values * load.tokens * load.image_share)
         )
-        self.activations = self.layers * self.block.kept(self.recompute) + self.tables + predicted + self.tower
+        self.kept = sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
+        self.activations = self.kept + self.tables + predicted + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
-        self.kept_kv = 0 if self.recompute == "full" else self.layers * kept_kv
+        self.kept_kv = 0 if self.recompute == "full" else sum(attends for attends, _, _ in kinds) * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix. Of the largest weight that DoRA
         # measures: the adapter's product, scaled, and their sum.
@@ -208,12 +216,13 @@ class RankMemory:
         in_flight = min(float(runs), warm_up)
         # Hidden states stay until backward; gradients are consumed on arrival.
         messages = in_flight * (pipeline.chunks - int(self.first)) + pipeline.chunks - int(self.last)
-        kept = self.layers * self.block.kept(self.recompute) + self.kept_kv
+        kept = self.kept + self.kept_kv
         return round((in_flight - 1) * kept + messages * self.block.stream)
 
     def moments(self) -> Iterator[Memory]:
         """Yields the moments of the heaviest micro-batch that may be the peak."""
-        yield from self._block_moments()
+        for block in self.blocks.values():
+            yield from self._block_moments(block)
         if self.last:
             yield from self._head_moments()
         yield self._end_of_backward()
@@ -237,8 +246,7 @@ class RankMemory:
         gradients = self.earlier_gradients + fresh
         return replace(self.fixed, moment=moment, gathered_weights=self.gathered(2), gradients=gradients, **parts)
 
-    def _block_moments(self) -> Iterator[Memory]:
-        block = self.block
+    def _block_moments(self, block: BlockMemory) -> Iterator[Memory]:
         mlp, recomputed = block.kept("none", "mlp"), block.recomputed(self.recompute) + self.expanded
         # Gradients of the MLP's output and input for all tokens, with tensor parallelism.
         gathered = 2 * block.normed if self.split > 1 else 0
@@ -252,7 +260,7 @@ class RankMemory:
         yield self._in_block(  # after the MLP's backward, when its activations are freed
             "backward of the last attention",
             activations=self.activations - (mlp if self.recompute == "none" else 0),
-            working=max(0, recomputed - mlp) + self._attention_backward() + 2 * block.stream,
+            working=max(0, recomputed - mlp) + self._attention_backward(block) + 2 * block.stream,
             remote_kv=self.kept_in_block + sent_backward,
         )
         if self.recompute == "full":
@@ -300,14 +308,19 @@ class RankMemory:
             activations=self.tables + self.block.normed + self.tower,
         )
 
-    def _attention_backward(self) -> int:
-        """Returns the larger of two moments: gradients of out, q, k and v with their float32 sums, or the Ulysses swap."""
-        load, queries, keys = self.load, self.block.queries, self.block.keys
+    def _attention_backward(self, block: BlockMemory) -> int:
+        """Returns the largest of three moments: gradients of out, q, k and v with their float32 sums, the Ulysses swap, or the
+        backward of linear attention.
+        """
+        load, queries, keys = self.load, block.queries, block.keys
+        linear = load.tokens * block.layer.linear_working
+        if not block.layer.attends:
+            return linear
         sums = (queries + keys) * FLOAT32 // self.block.number if load.remote else 0
         sums += kernel_workspace(self.config, self.layer, load.tokens, max(load.tokens, load.fullest)) if self.fused else 0
         # Gradients of swapped q, k and v on the way back: computed, sorted, received, concatenated and in place.
         swap = round(5 * self.block.swapped_share * (queries + self.block.swapped_keys))
-        return max(2 * queries + keys + sums, swap)
+        return max(2 * queries + keys + sums, swap, linear)
 
     def _exchanges(self) -> tuple[int, int]:
         """Returns the maximum bytes of K and V in messages in a forward pass, and with gradients in a backward pass."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from longctx.attention.linear.huggingface import linear_layers, state_size
+from longctx.model.linear_memory import linear_memory
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
@@ -59,6 +60,8 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     width = _first(config, WIDTHS) or 4 * config.hidden_size
     if any(parameter.dim() == 3 for parameter in block.parameters()):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
+    linear = linear_layers(block)
+    kept, working = zip((0, 0), *(linear_memory(each, kind, config.hidden_size) for each, kind in linear.items()), strict=True)
     return LayerSpec(
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
@@ -68,7 +71,9 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         matrix_parameters=visited,
         other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
         idle_parameters=matrices - visited,
-        state_size=sum(map(state_size, linear_layers(block))),
+        state_size=sum(map(state_size, linear)),
+        linear_kept=sum(kept),
+        linear_working=sum(working),
     )
 
 

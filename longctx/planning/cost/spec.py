@@ -41,6 +41,7 @@ class LayerSpec:
         attends: whether it has softmax attention, whose operations and exchange grow with the document.
         state_size: values of linear attention's state and of its transition, which segments of a split document send to each
             other; 0: no linear attention. The operations on the state, a few per value and token, are not counted.
+        linear_kept, linear_working: bytes per token that linear attention keeps for backward, and that backward needs beside.
     """
 
     hidden_size: int
@@ -71,6 +72,8 @@ class LayerSpec:
     expert_parameters: int = 0
     attends: bool = True
     state_size: int = 0
+    linear_kept: int = 0
+    linear_working: int = 0
 
     @property
     def routed_size(self) -> int:

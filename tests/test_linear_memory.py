@@ -1,0 +1,48 @@
+"""The memory estimate of models with linear attention is that of the allocator."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx.config import load
+from longctx.data.store import Store
+from longctx.memory.loads import loads
+from longctx.memory.model import estimate
+from longctx.training.data import plan_steps
+from tests.lora_cases import make_checkpoint
+from tests.marks import slow_unless
+from tests.memory_cases import MODEL, peak_of_step_2
+from tests.training_cases import SMALL, make_store
+from tests.workers import Workers
+
+COMMON = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "mlp_only_layers": [0, 1],
+    },
+    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 32, "mlp_layer_types": ["dense", "dense"]},
+    "mamba2": {"num_heads": 8, "head_dim": 32},
+}
+QUICK = (("qwen3_next", "full"), ("kimi_linear", "none"))
+CASES = [(kind, recompute) for kind in SIZES for recompute in ("none", "selective", "full")]
+
+
+@pytest.mark.parametrize(("kind", "recompute"), slow_unless(lambda *case: case in QUICK, CASES))
+def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
+    workers: Workers, tmp_path: Path, kind: str, recompute: str
+) -> None:
+    store, checkpoint = make_store(tmp_path), make_checkpoint(tmp_path / "checkpoint", kind, **COMMON, **SIZES[kind])
+    none = [f"{setting.partition('=')[0]}=null" for setting in (*SMALL, *MODEL) if setting.startswith("model.")]
+    sizes = ["batch.tokens_per_rank=2048", "batch.global_tokens=4096", "data.max_length=2048"]
+    given = [*none, *sizes, f"model.from_pretrained={checkpoint}", f"train.recompute={recompute}"]
+    measured = max(workers.run(peak_of_step_2, 1, store, tmp_path / "run", given))
+    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=1)
+    second = plan_steps(config, Store.open(store), 1, 2)[1].plan
+    memory = estimate(config.model_source().spec, config, 1, list(loads([second], config)), fused=False)
+    print(f"{kind}, {recompute}: measured {measured}, estimate {memory.total}: {memory}")
+    assert memory.total == pytest.approx(measured, rel=0.1)
