@@ -15,7 +15,7 @@ import numpy as np
 
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import install
-from longctx.tokenizer_files import TOKENIZER_FILES, find
+from longctx.tokenizer_files import TOKENIZER_FILES, find, start_token
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
@@ -34,6 +34,7 @@ class Pretrained:
         variables: variables of the templates: the special tokens by role.
         ends: all end-of-text and end-of-turn tokens.
         folder, files: files that an export needs, relative to the folder.
+        start: token that the decoder of an encoder-decoder reads first; None for other models.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Pretrained:
     ends: Sequence[str]
     folder: Path
     files: Sequence[Path]
+    start: int | None = None
 
     @classmethod
     def load(cls, name: str, end_of_document: str | None = None) -> "Pretrained":
@@ -91,7 +93,17 @@ class Pretrained:
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
             find(folder, FILES),
+            start_token(_json(folder / "config.json")),
         )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file, {} if there is none. Raises TokenizerError if it is damaged."""
+    try:
+        content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        return dict(content)
+    except (ValueError, TypeError) as error:
+        raise TokenizerError(f"{file} is damaged: {error}; download it again, or remove it") from error
 
 
 def _from_hub(name: str) -> Path:
@@ -113,11 +125,7 @@ def _from_hub(name: str) -> Path:
 
 def _generation_ends(folder: Path, loaded: Any) -> list[str]:
     """Returns the end-of-text tokens that generation_config.json lists."""
-    file = folder / "generation_config.json"
-    try:
-        ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise TokenizerError(f"{file} is damaged: {error}; download it again, or remove it") from error
+    ids = _json(folder / "generation_config.json").get("eos_token_id")
     return [loaded.convert_ids_to_tokens(number) for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
 
 

@@ -1,8 +1,11 @@
-"""Finds and copies the tokenizer files of a checkpoint, including its chat templates."""
+"""Finds and copies the tokenizer files of a checkpoint, including chat templates, and tells its decoder's first token."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from longctx.errors import UserError
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,3 +33,19 @@ def copy(files: Iterable[Path], source: Path, target: Path) -> None:
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, target / file)
+
+
+def start_token(config: Mapping[str, Any]) -> int | None:
+    """Returns the token that the decoder of an encoder-decoder reads first, from its config; None for other models.
+
+    Raises UserError if the config has none.
+    """
+    decoder = config.get("decoder") or {}
+    causal = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
+    if causal or not config.get("is_encoder_decoder", config.get("model_type") in ("t5gemma", "t5gemma2")):
+        return None
+    known = config.get("decoder_start_token_id"), decoder.get("bos_token_id"), config.get("bos_token_id")
+    for token in known:
+        if token is not None:
+            return int(token)
+    raise UserError("config.json is of an encoder-decoder without decoder_start_token_id or bos_token_id: set one of them")

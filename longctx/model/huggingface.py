@@ -49,6 +49,10 @@ class TransformersSource:
 
     def make(self) -> "TransformersModel":
         """Builds the model on torch's default device."""
+        if self.files.seq2seq:
+            from longctx.model.seq2seq import Seq2SeqModel  # imports this module
+
+            return Seq2SeqModel(self.files)
         return TransformersModel(self.files)
 
     @property
@@ -65,10 +69,11 @@ class TransformersSource:
         config = hf.config.get_text_config()
         check_length(config, longest)
         limit = (getattr(config, "max_position_embeddings", None) or 0) - self._without_values.first_position
+        decoder = hf.get_decoder().get_input_embeddings() if self.files.seq2seq else None
         places = [
             module.num_embeddings
             for module in hf.modules()
-            if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings()
+            if isinstance(module, nn.Embedding) and module not in (hf.get_input_embeddings(), decoder)
         ]
         if longest > limit > 0 and any(count >= limit for count in places):
             raise PretrainedError(
@@ -103,8 +108,8 @@ class TransformersModel(Model):
         self.first_position = first_position(self.hf)
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
-        vars(self)["layers"] = self.hf.get_submodule(block_name(self.hf))
-        self.spec = spec_of(self.hf, self.layers, causal=not self.masked)
+        vars(self)["layers"] = self._blocks()
+        self.spec = self._sizes()
         self._documents: RowDocuments | None = None
         """Documents of the micro-batch that runs."""
         self._routers = self._watch_routers()
@@ -112,6 +117,13 @@ class TransformersModel(Model):
         """Whether logits are just hidden states times the output weight."""
         self.kinds: frozenset[Kind] = frozenset()
         self._device = torch.device("cpu")
+
+    def _blocks(self) -> nn.ModuleList:
+        blocks: nn.ModuleList = self.hf.get_submodule(block_name(self.hf))
+        return blocks
+
+    def _sizes(self) -> ModelSpec:
+        return spec_of(self.hf, self.layers, causal=not self.masked)
 
     def forward(
         self,
@@ -186,8 +198,11 @@ class TransformersModel(Model):
         if leaves_gradients():
             self.hf.set_experts_implementation("eager")  # one expert after the other
         with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
-            self.kinds = check_packed(self.hf, self._as_transformers, dtype, causal=not self.masked)
+            self._check(dtype)
             self._choose_head(dtype)
+
+    def _check(self, dtype: torch.dtype) -> None:
+        self.kinds = check_packed(self.hf, self._as_transformers, dtype, causal=not self.masked)
 
     def _fill_buffers(self, device: torch.device) -> None:
         """Reads persistent buffers from the checkpoint; transformers computes the others, if all else is marked initialized."""
@@ -280,6 +295,10 @@ class _Given(nn.Module):
         self.out = _Out(hidden)
         # Some forwards read numbers of their base model, such as Falcon-H1's multiplier of logits.
         vars(self).update({name: value for name, value in vars(base).items() if isinstance(value, float)})
+        if (
+            getattr(base, "config", None) is not None and base.config.is_encoder_decoder
+        ):  # whose head reads the decoder's config
+            vars(self)["get_decoder"] = base.get_decoder
 
     def forward(self, *_: Any, **__: Any) -> "_Out":
         return self.out

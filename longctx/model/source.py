@@ -138,5 +138,7 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
     from longctx.model.lora import AdaptedSource
 
     files = open_checkpoint(source, rope, masked)
+    if files.seq2seq:
+        raise LoraError(f"{source} is an encoder-decoder, on which adapters are not tested: omit lora.rank")
     why = "transformers' own code runs it, as LoRA requires"
     return AdaptedSource(files, why, lora=lora, dtype=getattr(torch, dtype))

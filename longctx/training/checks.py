@@ -17,6 +17,7 @@ from longctx.errors import UserError, shell
 from longctx.model.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
+from longctx.tokenizer_files import start_token
 from longctx.training.data import RunData, make_masking
 from longctx.training.optimizer import group_of
 from longctx.training.saved.checkpoint import Checkpoint
@@ -82,6 +83,26 @@ def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
             )
 
 
+def check_sources(config: Config, data: RunData, source: ModelSource) -> None:
+    """Raises UserError unless an encoder-decoder has stores of sources and targets, and other models have none."""
+    start = None
+    if source.files is not None and source.files.seq2seq:
+        start = start_token(source.files.config.to_dict())
+    for key, store in (("data.store", data.store), ("eval.store", data.validation)):
+        if store is None or store.start_token == start:
+            continue
+        if start is None:
+            raise UserError(
+                f"{key} {store.said} has sources and targets for an encoder-decoder, which the model is not: prepare the "
+                "source again with the tokenizer of the model (longctx prepare --tokenizer)"
+            )
+        raise UserError(
+            f"the model is an encoder-decoder whose targets begin with token {start}, but those of {key} {store.said} with "
+            f"{'no such token' if store.start_token is None else store.start_token}: prepare it again with --tokenizer "
+            f"{shell(str(config.model.from_pretrained))}"
+        )
+
+
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
     """Raises UserError if the model does not fit the stores.
 
@@ -90,6 +111,7 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
     if config.model.from_pretrained is not None:
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
         make_masking(config, data.store, config.train.seed)
+    check_sources(config, data, source)
     _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
 
