@@ -5,13 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from longctx.config import load
 from longctx.data.packing import StepBatch, pack_seq2seq
 from longctx.data.tokenizer import byte_vocabulary
+from longctx.model.huggingface import OURS
+from longctx.parallel.mesh import make_groups
+from longctx.training.assembly import assemble
+from longctx.training.build import sizes_of_groups
+from longctx.training.run import Run
+from longctx.training.saved import checkpoint
+from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
-from tests.pretrained_cases import Step, _gradient
+from tests.pretrained_cases import SETTINGS, Step, _gradient
 from tests.pretrained_cases import step as causal_step
 from tests.seq2seq_cases import PLACEMENTS_OF, SOURCES, START, TARGETS, build_seq2seq, documents, unpacked
 
@@ -75,3 +84,43 @@ def make_batch(ranks: int, rank: int) -> StepBatch:
 def step(folder: Path, settings: list[str]) -> Step:
     """Returns the same from the trainer, on every rank: packed, split and sharded."""
     return causal_step(folder, settings, make_batch)
+
+
+def settings_of(base: Path, store: Path, run: Path, ranks: int) -> list[str]:
+    """Returns settings of a run whose steps have all records, on as few tokens per rank as hold them."""
+    tokens = sum(sum(pair) + 2 for pair in LENGTHS)
+    return [
+        *SETTINGS,
+        f"model.from_pretrained={base}",
+        f"data.store={store}",
+        f"train.run_dir={run}",
+        f"eval.store={store}",
+        "eval.every=2",
+        f"batch.global_tokens={tokens}",
+        f"batch.tokens_per_rank={800 // ranks + 20}",
+        "optimizer.learning_rate=0.01",
+        "optimizer.weight_decay=0",
+        "train.steps=4",
+        "checkpoint.every=2",
+        "log.tensorboard=false",
+    ]
+
+
+def begin(base: Path, store: Path, run: Path, *others: str, resume: bool = False) -> Trainer:
+    config = load(None, [*settings_of(base, store, run, dist.get_world_size()), *others], world_size=dist.get_world_size())
+    run.mkdir(parents=True, exist_ok=True)
+    mesh = make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config))
+    return assemble(Run.open(config, checkpoint=checkpoint.newest(run)[0] if resume else None), mesh)
+
+
+def first_step(base: Path, store: Path, run: Path) -> tuple[float, dict[str, torch.Tensor], dict[int, int], float]:
+    """Returns loss, gradients, degrees and validation loss before the first update."""
+    trainer = begin(base, store, run)
+    assert trainer.loader is not None and trainer.validator is not None
+    with trainer.loader:
+        batch = next(trainer.loader)
+    validation = trainer.validator.validate().validation_loss
+    total = trainer.passes.forward_backward(batch, trainer.passes.weigh(batch, trainer.objective)).sum().double()
+    dist.all_reduce(total)
+    gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}
+    return total.item(), gradients, batch.plan.degrees, validation

@@ -290,7 +290,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 class _Given(nn.Module):
     """Replaces the base model and returns given hidden states."""
 
-    def __init__(self, hidden: torch.Tensor, base: nn.Module) -> None:
+    def __init__(self, hidden: torch.Tensor, base: Any) -> None:
         super().__init__()
         self.out = _Out(hidden)
         # Some forwards read numbers of their base model, such as Falcon-H1's multiplier of logits.
