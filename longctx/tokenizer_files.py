@@ -35,15 +35,20 @@ def copy(files: Iterable[Path], source: Path, target: Path) -> None:
         shutil.copyfile(source / file, target / file)
 
 
+def is_seq2seq(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config of transformers is of an encoder-decoder."""
+    causal = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
+    return bool(config.get("is_encoder_decoder")) and not causal
+
+
 def start_token(config: Mapping[str, Any]) -> int | None:
     """Returns the token that the decoder of an encoder-decoder reads first, from its config; None for other models.
 
     Raises UserError if the config has none.
     """
-    decoder = config.get("decoder") or {}
-    causal = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
-    if causal or not config.get("is_encoder_decoder", config.get("model_type") in ("t5gemma", "t5gemma2")):
+    if not is_seq2seq(config):
         return None
+    decoder = config.get("decoder") or {}
     known = config.get("decoder_start_token_id"), decoder.get("bos_token_id"), config.get("bos_token_id")
     for token in known:
         if token is not None:

@@ -65,14 +65,19 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _check_generates(checkpoint: str, config: Any) -> None:
-    """Raises UserError for an encoder, which transformers would load as if it were causal."""
+    """Raises UserError for encoders, which transformers would load as if they were causal, and for encoder-decoders."""
     from longctx.model.checkpoint_files import MASKED_CLASS
+    from longctx.tokenizer_files import is_seq2seq
 
     names = [name for name in config.architectures or () if name.endswith(MASKED_CLASS)]
     if names:
         raise UserError(
             f"{checkpoint} is an encoder ({names[0]}), which predicts masked tokens and cannot continue a text: use "
             "transformers' pipeline('fill-mask', ..)"
+        )
+    if is_seq2seq(config.to_dict()):
+        raise UserError(
+            f"{checkpoint} is an encoder-decoder, which answers a source: use generate() of transformers' AutoModelForSeq2SeqLM"
         )
 
 

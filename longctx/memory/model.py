@@ -76,6 +76,8 @@ def _moments(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[L
     for load in candidates:
         for pipeline_rank in range(config.parallel.pipeline_parallel_size):
             yield from RankMemory(spec, config, ranks, load, fused, pipeline_rank).moments()
+        if spec.encoder_layers:
+            yield from RankMemory(spec, config, ranks, load, fused, 0, in_encoder=True).moments()
 
 
 class Weights:
@@ -127,26 +129,54 @@ class Weights:
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
 
-class RankMemory:
-    """A step of one pipeline rank under one load: the moments that may be its peak."""
+def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
+    """Returns a block with the mean number of parameters of encoder and decoder, which may differ much."""
+    matrices, others = (sum(getattr(layer, name) for layer in layers) for name in ("matrix_parameters", "other_parameters"))
+    return replace(layers[-1], matrix_parameters=matrices // len(layers), other_parameters=others // len(layers))
 
-    def __init__(self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, pipeline_rank: int) -> None:
+
+class RankMemory:
+    """A step of one pipeline rank under one load: the moments that may be its peak.
+
+    Those of an encoder-decoder are in the backward of its decoder, or `in_encoder` of its encoder, after that.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: Config,
+        ranks: int,
+        load: Load,
+        fused: bool,
+        pipeline_rank: int,
+        in_encoder: bool = False,
+    ) -> None:
         self.spec, self.config, self.load, self.fused, self.pipeline_rank = spec, config, load, fused, pipeline_rank
         self.recompute, self.split = config.train.recompute, config.parallel.tensor_parallel_size
         self.first, self.last = pipeline_rank == 0, pipeline_rank == config.pipeline.ranks - 1
+        self.heads = self.last and not in_encoder
         numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[pipeline_rank]
         held = [spec.layers[number] for number in numbers]
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
-        self.layer = max(held, key=lambda layer: layer.parameters)
-        self.block = BlockMemory(spec, config, self.layer, load, fused)
-        self.weights = Weights(spec, config, self.layer, held, self.first, self.last)
+        parts = [(held, load.tokens)]
+        if spec.encoder_layers:  # tokens of a part run through its own blocks
+            cut = spec.encoder_layers
+            parts = [(held[:cut], load.source), (held[cut:], load.tokens - load.source)][: 1 if in_encoder else 2]
+        blocks = []
+        for layers, tokens in parts:
+            largest = max(layers, key=lambda layer: layer.parameters)
+            sized = replace(spec, hidden_size=largest.hidden_size)
+            blocks.append(BlockMemory(sized, config, largest, replace(load, tokens=tokens), fused))
+        self.block, self.layer = blocks[-1], blocks[-1].layer
+        kept = sum(len(layers) * block.kept(self.recompute) for (layers, _), block in zip(parts, blocks, strict=True))
+        self.weights = Weights(spec, config, _mean(held) if spec.encoder_layers else self.layer, held, self.first, self.last)
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
         # Each block of multi-token prediction keeps the later token's embedding, its norms with their outputs, and the gradient
         # from a head; the norm before the main head is kept through its backward.
         predicted = spec.predictions * (3 * self.block.norm + 5 * self.block.stream)
-        self.activations = self.layers * self.block.kept(self.recompute) + self.tables + predicted
+        self.activations = kept + self.tables + predicted
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else self.layers * kept_kv
@@ -203,7 +233,7 @@ class RankMemory:
     def moments(self) -> Iterator[Memory]:
         """Yields the moments of the heaviest micro-batch that may be the peak."""
         yield from self._block_moments()
-        if self.last:
+        if self.heads:
             yield from self._head_moments()
         yield self._end_of_backward()
         in_host_memory = self.fused and self.config.train.offload_optimizer
@@ -315,7 +345,7 @@ class RankMemory:
         """
         assert self.spec.vocab_size is not None
         compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.block.number < FLOAT32
-        numbers = min(tokens_at_once(compiled), self.load.tokens) * self.spec.vocab_size // self.split
+        numbers = min(tokens_at_once(compiled), self.block.tokens) * self.spec.vocab_size // self.split
         with_gradient = 2 * self.block.number * numbers
         if compiled:
             chunk = with_gradient

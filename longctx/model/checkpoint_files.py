@@ -103,7 +103,7 @@ class CheckpointFiles:
     @property
     def seq2seq(self) -> bool:
         """Whether the model is an encoder-decoder, whose decoder is trained on targets given their sources."""
-        return not self.masked and tokenizer_files.start_token(self.config.to_dict()) is not None
+        return not self.masked and tokenizer_files.is_seq2seq(self.config.to_dict())
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -376,9 +376,15 @@ def _build(files: CheckpointFiles) -> Any:
             f"transformers cannot build {what} from {files.folder}: {brief(error)}{other_objective(files)}"
         ) from error
     check_direction(model, files)
+    if not files.seq2seq:  # which are told first why their attention is not supported
+        check_base(model)
+    return model
+
+
+def check_base(model: Any) -> None:
+    """Raises PretrainedError if a model has no base model that returns hidden states."""
     if model.base_model is model:
         raise PretrainedError(f"{type(model).__name__} has no base model that returns hidden states: it cannot be trained here")
-    return model
 
 
 def block_name(hf: Any) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from longctx.attention.huggingface import Rings, packing_from_layout
 from longctx.attention.huggingface_seq2seq import ROLES, ByRole, Role, attention_inputs, check_packed_seq2seq, find_roles
 from longctx.model.balance import RowDocuments
-from longctx.model.huggingface import TransformersModel
+from longctx.model.huggingface import TransformersModel, check_base
 from longctx.model.huggingface_spec import spec_of_seq2seq
 from longctx.model.protocol import Head, MakeAttention
 from longctx.planning.cost.spec import ModelSpec
@@ -51,6 +51,7 @@ class Seq2SeqModel(TransformersModel):
     def _blocks(self) -> nn.ModuleList:
         with packing_from_layout():  # otherwise positions are read, which a model without values has none of
             find_roles(self.hf)  # refuses models that cannot be trained, before anything starts
+        check_base(self.hf)
         return nn.ModuleList([*self.hf.get_encoder().layers, *self.hf.get_decoder().layers])
 
     def _sizes(self) -> ModelSpec:

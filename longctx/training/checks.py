@@ -1,5 +1,6 @@
 """Checks of a run across settings, stores and model, before its processes join."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -83,15 +84,18 @@ def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
             )
 
 
-def check_sources(config: Config, data: RunData, source: ModelSource) -> None:
-    """Raises UserError unless an encoder-decoder has stores of sources and targets, and other models have none."""
-    start = None
-    if source.files is not None and source.files.seq2seq:
-        start = start_token(source.files.config.to_dict())
-    for key, store in (("data.store", data.store), ("eval.store", data.validation)):
+def check_sources(stores: Mapping[str, Store | None], source: ModelSource) -> None:
+    """Raises UserError unless an encoder-decoder has stores of sources and targets, and other models have none.
+
+    `stores` are named by setting or option.
+    """
+    files, start = source.files, None
+    if files is not None and files.seq2seq:
+        start = start_token(files.config.to_dict())
+    for key, store in stores.items():
         if store is None or store.start_token == start:
             continue
-        if start is None:
+        if start is None or files is None:
             raise UserError(
                 f"{key} {store.said} has sources and targets for an encoder-decoder, which the model is not: prepare the "
                 "source again with the tokenizer of the model (longctx prepare --tokenizer)"
@@ -99,7 +103,7 @@ def check_sources(config: Config, data: RunData, source: ModelSource) -> None:
         raise UserError(
             f"the model is an encoder-decoder whose targets begin with token {start}, but those of {key} {store.said} with "
             f"{'no such token' if store.start_token is None else store.start_token}: prepare it again with --tokenizer "
-            f"{shell(str(config.model.from_pretrained))}"
+            f"{shell(files.folder)}"
         )
 
 
@@ -111,7 +115,7 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
     if config.model.from_pretrained is not None:
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
         make_masking(config, data.store, config.train.seed)
-    check_sources(config, data, source)
+    check_sources({"data.store": data.store, "eval.store": data.validation}, source)
     _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
 

@@ -28,6 +28,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.parallel.host_memory import returned_when_freed
+from longctx.tokenizer_files import is_seq2seq
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
@@ -317,6 +318,8 @@ def how_to_load(folder: Path) -> str:
             f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
             "or merge: longctx export RUN OUT --merge"
         )
-    (architecture,) = json.loads((folder / "config.json").read_text("utf-8"))["architectures"]
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (architecture,) = config["architectures"]
     kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
+    kind = "AutoModelForSeq2SeqLM" if is_seq2seq(config) else kind
     return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"
