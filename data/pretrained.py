@@ -15,7 +15,7 @@ import numpy as np
 
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import install
-from longctx.tokenizer_files import TOKENIZER_FILES, find, start_token
+from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, start_token
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
@@ -84,6 +84,10 @@ class Pretrained:
             tokenizer = Tokenizer(backend.to_str(), end)
         except TokenizerError as error:
             raise TokenizerError(f"{name}: {error}") from error
+        config = _json(folder / "config.json")
+        start = start_token(config)
+        if start is None and is_seq2seq(config):
+            raise TokenizerError(f"{name}: config.json is of an encoder-decoder without decoder_start_token_id: set it there")
         return cls(
             name,
             tokenizer,
@@ -93,7 +97,7 @@ class Pretrained:
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
             find(folder, FILES),
-            start_token(_json(folder / "config.json")),
+            start,
         )
 
 

@@ -204,9 +204,7 @@ class Store:
 
     @property
     def unsplit(self) -> tuple[str, str, str] | None:
-        """Words for documents that are never split, see `check_long`; None: all may be."""
-        if self.pairs:
-            return "documents of preference pairs", "pairs are", "which drops whole pairs"
+        """Words for documents other than pairs that are never split, see `check_long`; None: all may be."""
         return None if self.start_token is None else ("sources with their targets", "they are", "which drops both")
 
     @property

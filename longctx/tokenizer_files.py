@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from longctx.errors import UserError
-
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,15 +40,9 @@ def is_seq2seq(config: Mapping[str, Any]) -> bool:
 
 
 def start_token(config: Mapping[str, Any]) -> int | None:
-    """Returns the token that the decoder of an encoder-decoder reads first, from its config; None for other models.
-
-    Raises UserError if the config has none.
-    """
+    """Returns the token that the decoder of an encoder-decoder reads first; None for other models, or without one."""
     if not is_seq2seq(config):
         return None
     decoder = config.get("decoder") or {}
     known = config.get("decoder_start_token_id"), decoder.get("bos_token_id"), config.get("bos_token_id")
-    for token in known:
-        if token is not None:
-            return int(token)
-    raise UserError("config.json is of an encoder-decoder without decoder_start_token_id or bos_token_id: set one of them")
+    return next((int(token) for token in known if token is not None), None)

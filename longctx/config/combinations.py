@@ -212,8 +212,6 @@ def _encoder_decoders() -> Iterator[Row]:
     yield Row("model.new_tokens is not null", encoder, "entries are added to causal models only")
     yield Row("data.merge_prefixes is true", encoder, "a source has one target")
     yield Row("context.ulysses_degree is not 1", encoder, "cross-attention has no Ulysses")
-    for setting in ROPE_SETTINGS:
-        yield Row(f"model.{setting} is not null", encoder, "encoder and decoder have RoPE of their own")
 
 
 def _policy() -> Iterator[Row]:

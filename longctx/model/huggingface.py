@@ -49,10 +49,6 @@ class TransformersSource:
 
     def make(self) -> "TransformersModel":
         """Builds the model on torch's default device."""
-        if self.files.seq2seq:
-            from longctx.model.seq2seq import Seq2SeqModel  # imports this module
-
-            return Seq2SeqModel(self.files)
         return TransformersModel(self.files)
 
     @property
@@ -69,11 +65,10 @@ class TransformersSource:
         config = hf.config.get_text_config()
         check_length(config, longest)
         limit = (getattr(config, "max_position_embeddings", None) or 0) - self._without_values.first_position
-        decoder = hf.get_decoder().get_input_embeddings() if self.files.seq2seq else None
         places = [
             module.num_embeddings
             for module in hf.modules()
-            if isinstance(module, nn.Embedding) and module not in (hf.get_input_embeddings(), decoder)
+            if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings()
         ]
         if longest > limit > 0 and any(count >= limit for count in places):
             raise PretrainedError(
@@ -326,7 +321,10 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = (), masked:
 
     Transformers decides the same for every pair of tied weights. Raises PretrainedError if only some pairs differ.
     """
-    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
+    files = replace(CheckpointFiles.open(source), masked=masked)
+    if rope and files.seq2seq:
+        raise PretrainedError(f"{source} is an encoder-decoder, of which both parts have RoPE of their own: omit model.rope_*")
+    files = replace(files, rope=rope)
     if not files.config.get_text_config().tie_word_embeddings or (files.folder / DESCRIBED).is_file():
         return files
     try:

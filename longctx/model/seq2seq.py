@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.attention.huggingface import Rings, packing_from_layout
+from longctx.attention.huggingface import Rings, check_length, packing_from_layout
 from longctx.attention.huggingface_seq2seq import ROLES, ByRole, Role, attention_inputs, check_packed_seq2seq, find_roles
 from longctx.model.balance import RowDocuments
-from longctx.model.huggingface import TransformersModel, check_base
+from longctx.model.huggingface import TransformersModel, TransformersSource, check_base
 from longctx.model.huggingface_spec import spec_of_seq2seq
 from longctx.model.protocol import Head, MakeAttention
 from longctx.planning.cost.spec import ModelSpec
@@ -42,6 +42,18 @@ class SourceAttention(ByRole):
     def last(self) -> str:
         """Layer and pass that this rank entered last, per role; for error messages."""
         return ", ".join(f"{role} {self.rings[role].last}" for role in ROLES)
+
+
+class Seq2SeqSource(TransformersSource):
+    """A checkpoint of an encoder-decoder."""
+
+    def make(self) -> "Seq2SeqModel":
+        return Seq2SeqModel(self.files)
+
+    def check_length(self, longest: int) -> None:
+        hf = self._without_values.hf
+        for part in (hf.get_encoder(), hf.get_decoder()):
+            check_length(part.config, longest)
 
 
 class Seq2SeqModel(TransformersModel):

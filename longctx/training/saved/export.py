@@ -21,12 +21,13 @@ from longctx.model.checkpoint_writer import CheckpointWriter, Planned, planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
-from longctx.model.huggingface import TransformersSource, open_checkpoint
+from longctx.model.huggingface import open_checkpoint
 from longctx.model.lora import ADAPTERS, AdaptedModel, write_adapter
 from longctx.model.options import Lora
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
+from longctx.model.source import run_by_transformers
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.tokenizer_files import is_seq2seq
 from longctx.training.saved import checkpoint
@@ -192,7 +193,7 @@ def _build(saved: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
         if "transformers" in described:
             if source is None:
                 raise ExportError(f"{kept}, the config of the model, is missing: restore config.json and {DESCRIBED} there")
-            return TransformersSource(source).build(), source
+            return run_by_transformers(source).build(), source
         shape = ModelShape.model_validate(described)
         if source is None:
             return Decoder(shape), None
