@@ -2,10 +2,10 @@
 
     python -m bench.qlora          # needs the packages of `make finetune`
 
-The model, the conversations and the settings are those of `make finetune`, with --steps steps. Loss: the mean over the held-out
-conversations, on the base that was trained on. Memory: live tensors of the fullest rank in the second of two steps, by torch's
-profiler, beside `longctx estimate` for the same step; all tokens have a loss there, as the estimate assumes. One seed, one
-model, whose weights come from a package with 4 bits already. Writes results/qlora.csv.
+The model, the conversations and the settings are those of `make finetune`, with --steps steps of --tokens tokens. Loss: the
+mean over the held-out conversations, on the base that was trained on. Memory: live tensors of the fullest rank in the second of
+two steps, by torch's profiler, beside `longctx estimate` for the same step; all tokens have a loss there, as the estimate
+assumes. One seed, one model, whose weights come from a package with 4 bits already. Writes results/qlora.csv.
 """
 
 import json
@@ -48,7 +48,8 @@ TOKENS = 8192
 def main() -> None:
     parser = options(__doc__, "qlora.csv")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run")
-    parser.add_argument("--documents", type=int, default=12, help="held-out conversations")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--documents", type=int, default=6, help="held-out conversations")
     arguments = parser.parse_args()
     table = Table(
         arguments.out.with_suffix(".csv"),

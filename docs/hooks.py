@@ -1,20 +1,15 @@
-"""MkDocs hooks: put lists of settings and of their rules into the configuration guide, and linked files into the site.
+"""MkDocs hooks: put linked files into the site.
 
 Pages link to files by their place in the repository, `../examples/quickstart.yaml`, so that the links work in a checkout. The
 site has these files under `repository/`; Markdown files are plain text there, since their own links lead elsewhere.
 """
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from longctx.config import describe
-from longctx.config.combinations import ROWS
-
-SETTINGS_MARK, ROWS_MARK = "<!-- every setting -->", "<!-- what does not go together -->"
 LINK = re.compile(r"(?<=\]\()\.\./([^)#\s]+)(#[^)\s]*)?(?=\))")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,16 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    markdown = LINK.sub(lambda link: _place(link[1]) if (ROOT / link[1]).exists() else link[0], markdown)
-    return markdown.replace(SETTINGS_MARK, f"```text\n{describe()}\n```").replace(ROWS_MARK, combinations())
-
-
-def combinations() -> str:
-    """Returns the table of settings that do not go together, those with the same reason in one row."""
-    lines = ["| setting | not where | because | way out |", "|---|---|---|---|"]
-    for (where, why, fix), rows in itertools.groupby(ROWS, key=lambda row: (row.where.condition, row.why, row.fix)):
-        lines.append(f"| {', '.join(f'`{row.refused}`' for row in rows)} | `{where}` | {why} | {fix} |")
-    return "\n".join(lines)
+    return LINK.sub(lambda link: _place(link[1]) if (ROOT / link[1]).exists() else link[0], markdown)
 
 
 def _place(name: str) -> str:

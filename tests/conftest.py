@@ -1,6 +1,7 @@
 """What all tests share: the pool of processes, the repository's root, property tests that draw the same examples each time."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,13 @@ def no_process_group_is_left() -> Iterator[None]:
 def repository() -> Path:
     """The root of the source tree."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Restores the SIGTERM handler and destroys the process group of a run in this process."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, on_sigterm)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from longctx.cli import COMMANDS, _module, main
+from longctx.config import load
 from longctx.config.reading import SETTINGS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text("utf-8")
@@ -29,6 +30,14 @@ def test_names_on_our_side_exist(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert option in capsys.readouterr().out, name
+
+
+def test_examples_are_settings(tmp_path: Path) -> None:
+    blocks = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "base_model" not in block]
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "run.yaml").write_text(block)
+        assert load(tmp_path / "run.yaml", [], world_size=8).max_length(8) == 131072
 
 
 def test_names_of_trl_are_those_of_its_config() -> None:

@@ -127,6 +127,7 @@ def test_the_others_are_trained_as_by_torch_alone(
         (["optimizer.name=muon"], 3),
         (["optimizer.name=adamw-8bit"], 2),
         (["optimizer.ema_decay=0.9"], 2),
+        (["optimizer.name=adafactor", "optimizer.eps=1e-8"], 2),
     ],
 )
 def test_a_run_resumes_bit_by_bit(

@@ -1,8 +1,6 @@
 """The profile of a run: chosen by device, scaled to model and parallel sizes, with a printed line on the scaling."""
 
 import json
-import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -391,16 +389,6 @@ def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store
     assert all(
         "ranks [1] have h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib")
     )
-
-
-@pytest.fixture
-def as_before() -> Iterator[None]:
-    """Restores the SIGTERM handler and destroys the process group of a run in this process."""
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, on_sigterm)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("as_before")

@@ -32,7 +32,7 @@ def describe(sections: Iterable[str] = SECTIONS) -> str:
     for section in sections:
         lines += ["", f"{section}: {SECTIONS[section].__doc__}"]
         for key, setting in SECTIONS[section].model_fields.items():
-            lines.append(f"  --{section}.{key} {_type_name(setting.annotation)}")
+            lines.append(f"  --{section}.{key} {type_name(setting.annotation)}")
             lines += _wrapped(_with_default(setting.description or "", setting.default))
     return "\n".join(lines)
 
@@ -50,20 +50,20 @@ def _wrapped(text: str, spaces: int = _INDENT) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     """Returns a type as the help shows it: `int`, `split|drop|error`, `{int: int}`, `[float, float]`, `[text, ..]`."""
     if get_origin(annotation) is Annotated:
-        return _type_name(get_args(annotation)[0])
+        return type_name(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return "|".join("null" if choice is NoneType else _type_name(choice) for choice in get_args(annotation))
+        return "|".join("null" if choice is NoneType else type_name(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     if get_origin(annotation) is list:
-        return "[" + ", ".join(map(_type_name, get_args(annotation))) + ", ..]"
+        return "[" + ", ".join(map(type_name, get_args(annotation))) + ", ..]"
     if get_origin(annotation) is dict:
-        return "{" + ": ".join(map(_type_name, get_args(annotation))) + "}"
+        return "{" + ": ".join(map(type_name, get_args(annotation))) + "}"
     if get_origin(annotation) is tuple:
-        return "[" + ", ".join(map(_type_name, get_args(annotation))) + "]"
+        return "[" + ", ".join(map(type_name, get_args(annotation))) + "]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
     return {bool: "true|false", Path: "path", str: "text"}.get(annotation) or str(annotation.__name__)

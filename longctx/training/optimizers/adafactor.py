@@ -112,23 +112,24 @@ class Adafactor(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self.ranks, self.device = ranks, device
-        self.parts = [(group, _Part.of(each, stacked.get(each, 1))) for group in self.param_groups for each in group["params"]]
+        self.parts = [_Part.of(each, stacked.get(each, 1)) for group in self.param_groups for each in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Updates all parameters, and makes their gradients the updates; none counts as zeros. Collective."""
         gradients = []
-        for _, part in self.parts:
+        for part in self.parts:
             given = part.parameter.grad
             gradients.append(part.rows(torch.zeros_like(part.parameter) if given is None else given))
-        weights = [part.rows(part.parameter) for _, part in self.parts]
-        every = list(zip((part for _, part in self.parts), gradients, strict=True))
+        weights = [part.rows(part.parameter) for part in self.parts]
+        every = list(zip(self.parts, gradients, strict=True))
         sums = self._sum([part.squares(gradient) if part.factored else gradient.new_zeros(0) for part, gradient in every])
-        sizes = self._sum([part.norms(weight) for (_, part), weight in zip(self.parts, weights, strict=True)])
+        sizes = self._sum([part.norms(weight) for part, weight in zip(self.parts, weights, strict=True)])
         for (part, gradient), squares in zip(every, sums, strict=True):
             self._scale(part, gradient, squares.to(gradient.device))
         norms = self._sum([part.norms(update) for part, update in every])
-        for (group, part), weight, update, size, norm in zip(self.parts, weights, gradients, sizes, norms, strict=True):
+        groups = [group for group in self.param_groups for _ in group["params"]]  # loading a state replaces them
+        for group, part, weight, update, size, norm in zip(groups, self.parts, weights, gradients, sizes, norms, strict=True):
             rate, numbers = float(group["lr"]), part.shape[0] * part.shape[1] // part.blocks
             step = float(self.state[part.parameter]["step"])
             rates = (size / numbers).sqrt().clamp(min=LEAST_RMS) * min(rate, step**-0.5)

@@ -1,0 +1,82 @@
+"""Writes the pages that repeat what the code says: docs/settings.md, every setting, and docs/names.md, every public name.
+
+python -m tools.pages            # tests/test_generated_pages.py fails until it was run
+"""
+
+import importlib
+import inspect
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+from longctx.config.combinations import ROWS
+from longctx.config.describe import type_name
+from longctx.config.problems import yaml_text
+from longctx.config.run import SECTIONS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+WRITTEN = "Written by `python -m tools.pages`."
+NULL = re.compile(r" \(null: (.*)\)$")
+
+
+def settings() -> str:
+    """Returns the page of all settings, a table for each section, and those that do not go together."""
+    lines = [
+        "# Every setting",
+        "",
+        "`longctx config SECTION` prints the same. [Configuration](configuration.md) is the guide.",
+        "",
+        WRITTEN,
+    ]
+    for section, of in SECTIONS.items():
+        lines += ["", f"## {section}", "", f"{of.__doc__}.", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        for key, setting in of.model_fields.items():
+            meaning = NULL.sub(r"; null: \1", setting.description or "")
+            row = (f"`{section}.{key}`", f"`{type_name(setting.annotation)}`", f"`{yaml_text(setting.default)}`", meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    lines += ["", "## What does not go together", "", "| setting | not where | because | way out |", "|---|---|---|---|"]
+    for (where, why, fix), rows in itertools.groupby(ROWS, key=lambda row: (row.where.condition, row.why, row.fix)):
+        lines.append(f"| {', '.join(f'`{row.refused}`' for row in rows)} | `{where}` | {why} | {fix} |")
+    return "\n".join([*lines, ""])
+
+
+def names() -> str:
+    """Returns the page of the public names: those of docs/api.md, with their parameters and the first paragraph on them."""
+    lines = ["# Public names", "", "The site has whole docstrings, as [API reference](api.md).", "", WRITTEN]
+    for line in (DOCS / "api.md").read_text("utf-8").splitlines():
+        if line.startswith("## "):
+            lines += ["", line]
+        elif line.startswith("::: "):
+            path = line.removeprefix("::: ").strip()
+            lines += ["", f"### {path.rpartition('.')[2]}", "", "```python", f"{path}{parameters(named(path))}", "```", ""]
+            lines.append(" ".join(inspect.getdoc(named(path)).split("\n\n")[0].split()))  # type: ignore[union-attr]
+    return "\n".join([*lines, ""])
+
+
+def named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def parameters(value: Any) -> str:
+    """Returns the names of the parameters, each with its default, without types."""
+    shown = []
+    star = False
+    for each in inspect.signature(value).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and not star:
+            shown.append("*")
+            star = True
+        name = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + each.name
+        simple = each.default is None or isinstance(each.default, (bool, int, float, str))
+        default = "" if each.default is each.empty else f"={each.default!r}" if simple else "=.."
+        shown.append(name + default)
+    return f"({', '.join(shown)})"
+
+
+PAGES = {"settings.md": settings, "names.md": names}
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), "utf-8")
