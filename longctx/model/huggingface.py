@@ -130,16 +130,18 @@ class TransformersModel(Model):
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
-        missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without tokens gets one padding token
-        arguments = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
-        if positions is not None:
-            arguments["position_ids"] = F.pad(positions, (0, missing))[None] + self.first_position
+        arguments = self._arguments(tokens, positions, attention)
         if head is None:
             logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits
         with packing_from_layout():
             hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
+
+    def _arguments(self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any) -> dict[str, Any]:
+        """Returns the arguments of the model of transformers."""
+        arguments = {"input_ids": row(tokens), "use_cache": False, "ring_attention": attention}
+        return arguments if positions is None else {**arguments, "position_ids": row(positions) + self.first_position}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers' forward without the blocks."""
@@ -280,6 +282,11 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config") or {}
     of_text = {f"text_config.{key}" if key in config else key: value for key, value in text.items()}
     return {key: value for key, value in config.items() if key != "text_config"} | of_text
+
+
+def row(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns [1, tokens]. Models cannot reshape zero tokens: a rank without tokens gets one padding token."""
+    return F.pad(tensor, (0, int(not len(tensor))))[None]
 
 
 class _Given(nn.Module):

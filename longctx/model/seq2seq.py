@@ -4,21 +4,19 @@ Both run in one forward over packed documents. What differs from other models of
 two lists, and attention, of which there are three: it comes with the tokens of the source.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from longctx.attention.huggingface import Rings, check_length, packing_from_layout
 from longctx.attention.huggingface_seq2seq import ROLES, ByRole, Role, attention_inputs, check_packed_seq2seq, find_roles
-from longctx.model.balance import RowDocuments
-from longctx.model.huggingface import TransformersModel, TransformersSource, check_base
+from longctx.model.huggingface import TransformersModel, TransformersSource, check_base, row
 from longctx.model.huggingface_spec import spec_of_seq2seq
-from longctx.model.protocol import Head, MakeAttention
+from longctx.model.protocol import MakeAttention
 from longctx.planning.cost.spec import ModelSpec
 
 
@@ -69,24 +67,11 @@ class Seq2SeqModel(TransformersModel):
     def _sizes(self) -> ModelSpec:
         return spec_of_seq2seq(self.hf)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None,
-        attention: Any,
-        head: Head | None = None,
-        documents: RowDocuments | None = None,
-    ) -> torch.Tensor:
-        """As `TransformersModel.forward`; without a source, as in probes, the encoder reads the same tokens as the decoder."""
+    def _arguments(self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any) -> dict[str, Any]:
+        """As in other models; without a source, as in probes, the encoder reads the same tokens as the decoder."""
         source = getattr(attention, "source", (tokens, positions))
-        inputs = attention_inputs(*map(_row, (tokens, positions, *source)))
-        arguments: Mapping[str, Any] = {**inputs, "ring_attention": attention}
-        if head is None:
-            logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
-            return logits
-        with packing_from_layout():
-            hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
-        return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
+        rows: list[Any] = [None if each is None else row(each) for each in (tokens, positions, *source)]
+        return {**attention_inputs(*rows), "ring_attention": attention}
 
     def _check(self, dtype: torch.dtype) -> None:
         check_packed_seq2seq(self.hf, self._as_probed, dtype)
@@ -97,8 +82,3 @@ class Seq2SeqModel(TransformersModel):
         """Calls this model as probes call transformers' own, whose source and target have the same tokens."""
         positions = None if decoder_position_ids is None else decoder_position_ids[0]
         return SimpleNamespace(logits=self(decoder_input_ids[0], positions, ring_attention)[None])
-
-
-def _row(tensor: torch.Tensor | None) -> Any:
-    """Returns [1, tokens]. Models cannot reshape zero tokens: a rank without tokens gets one padding token."""
-    return None if tensor is None else F.pad(tensor, (0, int(not len(tensor))))[None]
