@@ -108,6 +108,8 @@ def replace_attention(model: Any, causal: bool = True) -> str:
     if causal and getattr(config, "is_encoder_decoder", False):
         implementation = BY_ROLE
     model.set_attn_implementation(implementation)
+    if hasattr(config, "vision_config"):  # every image attends to itself alone, on one rank
+        model.set_attn_implementation({"vision_config": "sdpa"})
     if config._attn_implementation != implementation:
         model.set_attn_implementation(before)
         raise HuggingFaceError(

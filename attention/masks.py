@@ -4,13 +4,14 @@ A token always sees itself, and never a token of another document. Every mask is
 positions, each with a band along the diagonal; a rank's part is a rectangle cut to the chunks of the rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
+from longctx.planning.layout import Span
 from longctx.planning.tree import Tree
 
 
@@ -29,12 +30,15 @@ class Mask:
         sinks: number of first tokens of a document that are visible (with `causal`, to later tokens) outside the window too.
         prefix: {document: tokens}, with the document's index in the plan: number of first tokens (a prompt) that see each other
             in both directions, regardless of the window.
+        blocks: {document: spans of tokens}: tokens of a span (an image) also see all later tokens of the span, regardless of
+            the window.
     """
 
     causal: bool = True
     window: int | None = None
     sinks: int = 0
     prefix: Mapping[int, int] = field(default_factory=dict)
+    blocks: Mapping[int, Sequence[Span]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -49,6 +53,8 @@ class Mask:
             raise MaskError(
                 "prefix is given with causal=False, where tokens see each other in both directions anyway: leave one out"
             )
+        if any(self.blocks.values()) and (not self.causal or self.sinks or any(self.prefix.values())):
+            raise MaskError("blocks are given with causal=False, sinks or prefix, which do not go together: leave these out")
 
     def areas(self, document: int, length: int) -> list[Segment]:
         """Returns disjoint areas of (query, key) positions that cover exactly what is visible in a document."""
@@ -63,6 +69,7 @@ class Mask:
             Segment(0, length, 0, length, None, 0 if self.causal else None).cut(rest, (0, sinks)),
             whole.cut(rest, (sinks, length)),
         ]
+        areas += [Segment(*span, *span, 1, None).cut(span, span) for span in self.blocks.get(document, ())]
         return [area for area in areas if not area.empty]
 
     def tree_areas(self, document: int, tree: Tree) -> list[Segment]:
@@ -71,6 +78,8 @@ class Mask:
         Raises MaskError if a token would see later ones that are not on all paths through the token.
         """
         prompt, root = self.prefix.get(document, 0), tree.lengths[0]
+        if self.blocks.get(document):
+            raise MaskError(f"document {document} is a tree and has blocks, which do not go together: do not merge sequences")
         if not self.causal or prompt > root:
             raise MaskError(
                 f"document {document} is a tree, whose sequences share only their first {root} tokens, and with "
@@ -97,6 +106,8 @@ class Mask:
             seen &= ((query - key).abs() < self.window) | (key < self.sinks)
         if self.causal:
             seen &= key <= query
+        for start, stop in self.blocks.get(document, ()):
+            seen |= (start <= query) & (query < key) & (key < stop)
         prompt = self.prefix.get(document, 0)
         return seen | ((query < prompt) & (key < prompt))
 

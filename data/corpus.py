@@ -23,6 +23,7 @@ from pathlib import Path
 from longctx.data.chat import ChatError
 from longctx.data.formats import BAD_ANSWERS, PAIRS, Document, columns_of, parse_record
 from longctx.data.hub import HubDataset, may_be_name
+from longctx.data.image_sources import located
 from longctx.data.messages import FormatError
 from longctx.data.readers import (
     BYTE_ORDER_MARK,
@@ -206,7 +207,14 @@ class Corpus:
 
     def _documents(self, record: Record) -> list[Document]:
         try:
-            return parse_record(record.values, record.name, record.source_bytes, self.text_column, self.bad_answers)
+            documents = parse_record(record.values, record.name, record.source_bytes, self.text_column, self.bad_answers)
+            folders = [self.root / Path(record.name).parent, self.root]
+            return [
+                replace(document, images=tuple(located(image, folders) for image in document.images))
+                if document.images
+                else document
+                for document in documents
+            ]
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.formats import PAIRS, Document
+from longctx.data.image_processor import ImageError, ImageTokens
+from longctx.data.image_sources import ImagePlace
 from longctx.data.left_out import left_out
 from longctx.data.markup import Marked, Markup
 from longctx.data.messages import leaves
@@ -32,6 +34,7 @@ class EncodedDocument(NamedTuple):
         too_long: whether it is dropped, as it is too long, or has no target when cut; `truncated`: whether it is cut.
         source: number of tokens that an encoder reads, of documents for encoder-decoders.
         thoughts: number of turns that the template begins with an empty thought, which is not trained on.
+        images: places of the images.
     """
 
     document: Document
@@ -46,6 +49,7 @@ class EncodedDocument(NamedTuple):
     too_long: bool = False
     truncated: bool = False
     source: int = 0
+    images: Sequence[ImagePlace] = ()
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Encoder:
         long_documents: what happens to longer ones: error, drop, truncate_left (keeps the end) or truncate_right.
         workers: number of threads; None: one per core.
         start: token that the decoder of an encoder-decoder reads first; None: the store is for other models.
+        images: writes the tokens of images; None if there are none.
     """
 
     tokenizer: Tokenizer
@@ -72,6 +77,7 @@ class Encoder:
     long_documents: str = "error"
     workers: int | None = None
     start: int | None = None
+    images: ImageTokens | None = None
 
     def __post_init__(self) -> None:
         self._chatml = ChatML(self.tokenizer)
@@ -88,7 +94,9 @@ class Encoder:
             try:
                 options = document.first_trained, document.message_weights
                 rendered.append(self.template.render(document.messages, document.tools, *options))
-            except ChatError as error:
+                if self.images is not None:
+                    rendered[-1] = self.images.written(rendered[-1], document.images)
+            except (ChatError, ImageError) as error:
                 raise ChatError(f"{document.name}: {error}") from error
         return rendered
 
@@ -115,6 +123,8 @@ class Encoder:
         for document in documents:
             if self.start is not None:
                 self._check_pair(document)
+            if document.images and self.images is None:
+                raise ChatError(f"{document.name} has images: give --tokenizer the folder of a checkpoint that reads images")
             if document.ids is not None:
                 row = self._with_ids(document, document.ids)
             elif self._has_template(document):
@@ -123,6 +133,8 @@ class Encoder:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
             if self.start is not None:
                 row = self._with_start(row)
+            if self.images is not None:
+                self.images.check(row.tokens, row.images, document.name)
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
@@ -141,8 +153,8 @@ class Encoder:
         if self.long_documents == "drop":
             return row._replace(too_long=True)
         cuts = self.long_documents in TRUNCATED
-        if not cuts or row.document.format == PAIRS or row.source:
-            why = "the prompt of a pair cannot be cut: " if cuts else ""
+        if not cuts or row.document.format == PAIRS or row.images or row.source:
+            why = f"{'images' if row.images else 'the prompt of a pair'} cannot be cut: " if cuts else ""
             raise ChatError(
                 f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: {why}give "
                 "--long-documents drop, truncate_left (keeps the end) or truncate_right, or raise --max-length"
@@ -192,16 +204,21 @@ class Encoder:
         end = self._end[: rendered.unended]
         last = rendered.weights[-1] if rendered.weights else 1.0
         tokens, trained = np.append(marked.tokens, end), token_weights(np.append(marked.trained, [last] * len(end)))
+        places: Sequence[ImagePlace] = ()
+        if self.images is not None and rendered.images:
+            places = self.images.places(tokens, rendered.images)
+            trained = trained if rendered.spans is not None else tokens != self.images.token
         return EncodedDocument(
             document,
             tokens,
-            None if rendered.spans is None else trained,
+            None if rendered.spans is None and not places else trained,
             marked.characters,
             marked.lost,
             any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
             marked.straddling,
             rendered.left_out,
             rendered.thoughts,
+            images=places,
         )
 
     def _with_ids(self, document: Document, ids: Ids) -> EncodedDocument:

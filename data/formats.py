@@ -16,9 +16,10 @@ A record has the first of these formats that its keys allow (keys whose value is
 A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
 prompt, which may be called `query`. A rejected answer beside a conversation makes a preference pair, whose chosen answer is
-the last message; `rejected_messages` are a whole conversation. A message whose `weight`, `train`, `training` or `loss` is 0 or
-false has no loss; any other `weight` multiplies it. Keys with a known meaning are obeyed or refused; `Document.unused` names
-the others, except those of messages, which a template may print (see `longctx.data.left_out`).
+the last message; `rejected_messages` are a whole conversation. Conversations may have images (see `image_sources`). A message
+whose `weight`, `train`, `training` or `loss` is 0 or false has no loss; any other `weight` multiplies it. Keys with a known
+meaning are obeyed or refused; `Document.unused` names the others, except those of messages, which a template may print (see
+`longctx.data.left_out`).
 """
 
 import math
@@ -28,6 +29,7 @@ from itertools import takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
+from longctx.data.image_sources import IMAGE_KEYS, place_images
 from longctx.data.messages import FormatError, json_in, leaves, parse_messages, sharegpt
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.weights import TokenWeights, is_weight
@@ -55,7 +57,7 @@ REJECTED = ("rejected", "rejected_response", "rejected_messages")
 """Keys of a rejected answer beside a conversation; the last one is a whole conversation."""
 _EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
 UNSUPPORTED = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported: remove the record"),
+    **dict.fromkeys(("video", "videos", "audio", "audios"), "only text and images are supported: remove the record"),
     **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
     "documents": "write the documents into a message",
     "chat_template_kwargs": "use --template-set, which applies to all conversations",
@@ -91,6 +93,7 @@ class Document:
         read_anew: whether earlier versions of longctx may have read the record differently.
         is_bad: whether its record marks it as a bad answer.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
+        images: images of a conversation, in whose messages `IMAGE` stands for each; see `image_sources`.
     """
 
     name: str
@@ -107,11 +110,13 @@ class Document:
     is_bad: bool = False
     ids: Ids | None = None
     learned: TokenWeights | None = None
+    images: tuple[Any, ...] = ()
 
     @property
     def size(self) -> int:
-        """Number of characters, or of token ids."""
-        return sum(map(len, self.texts)) if self.ids is None else len(self.ids)
+        """Number of characters and bytes of images, or of token ids."""
+        images = sum(len(image) if isinstance(image, bytes) else image.stat().st_size for image in self.images)
+        return sum(map(len, self.texts)) + images if self.ids is None else len(self.ids)
 
     @property
     def bytes(self) -> int:
@@ -143,7 +148,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS}
+    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *IMAGE_KEYS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -222,6 +227,9 @@ def _conversations(
     tools = _tools(record, "tools") or _tools(record, "functions")
     documents: list[Document] = []
     for side, (messages, first) in zip(SIDES, sides, strict=False):
+        messages, images = place_images(record, messages)
+        if images and kind == PAIRS:
+            raise FormatError("preference pairs with images are not supported: remove the record")
         if record.get("system"):
             system = {"role": "system", "content": _text(record, "system")}
             if messages[0]["role"] != "system":
@@ -235,7 +243,7 @@ def _conversations(
             if message.keys() - {"role", "content"}:
                 anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
         rest = first, weight, kind, weights, anew, (), is_bad
-        documents.append(Document(document_name, share, None, tuple(messages), tools, *rest))
+        documents.append(Document(document_name, share, None, tuple(messages), tools, *rest, images=tuple(images)))
         if kind == PAIRS and not documents[-1].has_loss:
             raise FormatError(f"the {side} answer has no loss, which its messages switch off: remove the record")
         if kind == PAIRS and (weighted := [each for each in weights.items() if each[1]]):
@@ -244,7 +252,7 @@ def _conversations(
                 f"message {index} of the {side} answer has `weight` {own}: the probabilities of whole answers are compared, so "
                 "messages of pairs weigh 0 or 1; give the record a `weight` instead"
             )
-    return documents, {*used, *BESIDE}
+    return documents, {*used, *BESIDE, *IMAGE_KEYS}
 
 
 def _is_good(record: dict[str, Any], key: str, bad_answers: str) -> bool | None:

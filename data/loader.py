@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx.data.images import with_images
 from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import make_steps
@@ -284,6 +285,7 @@ def read_step(
             micro_batches = [pack_with_sources(store, pieces, plan.cross_layout(index, rank), **options) for index in count]
         else:
             micro_batches = [pack(store, pieces, plan.layout(index, rank), **options) for index in count]
+        micro_batches = with_images(store, pieces, plan, micro_batches) if store.has_images else micro_batches
     else:
         documents = merged.tokens, merged.labels
         micro_batches, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)

@@ -20,6 +20,10 @@ SPEAKERS = {
 """Role of each speaker, in lower case."""
 NUMBER = "\U0010fff0"
 """Private-use character around numbers that are texts, see `parse_json`."""
+IMAGE = "\U0010fffd"
+"""Private-use character that stands for an image in a text."""
+IMAGES = "#images"
+"""Key of a message's images while a record is read; None for those that are beside the messages."""
 _NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
 
 
@@ -70,7 +74,8 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     message["role"] = SPEAKERS.get(role.lower(), role)
     content = message.get("content")
     if isinstance(content, list):
-        content = message["content"] = _joined(index, content)
+        content, images = _joined(index, content)
+        message |= {"content": content, **({IMAGES: images} if images else {})}
     if role.lower() in CALLS and isinstance(content, str):
         calls = json_in(f"`{content_key}` of message {index}", message.pop("content"), exact=True)
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
@@ -88,12 +93,38 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     return message
 
 
-def _joined(index: int, parts: list[Any]) -> str:
+def _joined(index: int, parts: list[Any]) -> tuple[str, list[Any]]:
+    """Returns the text of a content, in which `IMAGE` stands for images, and its images."""
+    text, images = "", []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ChatError(f"message {index} has a part of type {kind!r} in its content: only text is supported")
-    return "".join(part["text"] for part in parts)
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "text" and isinstance(part.get("text"), str):
+            text += part["text"]
+        elif kind in ("image", "image_url"):
+            text += IMAGE
+            images.append(image_of_part(part))
+        else:
+            raise ChatError(f"message {index} has a part of type {kind!r} in its content: only text and images are supported")
+    return text, images
+
+
+def image_of_part(part: dict[str, Any]) -> Any:
+    """Returns the image of a part of a message, as it is given; None if the part is only its place."""
+    for key in ("image", "image_url", "url", "path", "base64", "bytes"):
+        if (value := part.get(key)) is not None:
+            value = value.get("url", value) if key == "image_url" and isinstance(value, dict) else value
+            return f"data:image/any;base64,{value}" if key == "base64" else value
+    return None
+
+
+def in_parts(message: Message) -> Message:
+    """Returns the message with its content as a list of texts and images."""
+    if "content" not in message:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(message["content"].split(IMAGE)):
+        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text.strip())
+    return {**message, "content": parts or [{"type": "text", "text": ""}]}
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:

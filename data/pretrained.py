@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx.data.image_processor import processor_class
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import install
 from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, start_token
@@ -35,6 +36,8 @@ class Pretrained:
         ends: all end-of-text and end-of-turn tokens.
         folder, files: files that an export needs, relative to the folder.
         start: token that the decoder of an encoder-decoder reads first; None for other models.
+        processor: class of the processor of images; None: it is for texts only.
+        loaded: the tokenizer as transformers loads it.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Pretrained:
     ends: Sequence[str]
     folder: Path
     files: Sequence[Path]
+    processor: str | None = None
+    loaded: Any = None
     start: int | None = None
 
     @classmethod
@@ -92,11 +97,13 @@ class Pretrained:
             name,
             tokenizer,
             np.array(_begin(backend), tokenizer.dtype),
-            _templates(name, loaded),
+            _templates(name, loaded, folder),
             dict(loaded.special_tokens_map),
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
             find(folder, FILES),
+            processor_class(folder),
+            loaded,
             start,
         )
 
@@ -143,7 +150,10 @@ def _begin(backend: Any) -> list[int]:
     return []
 
 
-def _templates(name: str, loaded: Any) -> Mapping[bool, str] | None:
+def _templates(name: str, loaded: Any, folder: Path) -> Mapping[bool, str] | None:
+    file = folder / "chat_template.json"  # of a processor, which older checkpoints with images have alone
+    if not loaded.chat_template and file.is_file():
+        return dict.fromkeys((False, True), str(json.loads(file.read_text("utf-8"))["chat_template"]))
     if not loaded.chat_template:
         return None
     try:

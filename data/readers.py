@@ -258,7 +258,10 @@ def read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, 
         read = _columns(names, columns, where) if names else []
         unread = dict.fromkeys(set(names) - set(read), ...)
         share = size / len(dataset) if size else 0
-        for row, record in enumerate(dataset.select_columns(read) if read else dataset):
+        dataset = dataset.select_columns(read) if read else dataset
+        if "Image(" in repr(dataset.features):  # their bytes, not what PIL makes of them
+            dataset = (table.to_pylist()[0] for table in dataset.with_format("arrow"))
+        for row, record in enumerate(dataset):
             yield Record(_row(record) | unread, f"row:{row}", f"{where}, row {row}", share)
     except UserError:
         raise

@@ -10,6 +10,7 @@ from typing import Any
 from longctx.data.chat import TRAIN_ON, ChatError, ChatML
 from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.formats import PAIRS, READING
+from longctx.data.image_processor import PROCESSORS, ImageTokens
 from longctx.data.manifest import VERSION
 from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
@@ -37,6 +38,7 @@ class StoreRequest:
         settings: settings in the fingerprints of request and store. Defaults of newer settings are left out, so that stores of
             earlier versions still match.
         ends: setting of stores with conversations whose ends are trained, which earlier versions did not.
+        images: writes the tokens of images; None if the source has no images.
     """
 
     corpus: Corpus
@@ -52,6 +54,7 @@ class StoreRequest:
     source: str
     settings: Mapping[str, Any]
     ends: Mapping[str, Any]
+    images: ImageTokens | None = None
 
     @property
     def start(self) -> int | None:
@@ -101,11 +104,14 @@ class StoreRequest:
         if pretrained is not None and templates is not None:
             settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
             markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
-            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on, empty_thoughts)
+            in_parts = pretrained.processor in PROCESSORS
+            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on, empty_thoughts, in_parts)
             if any("<think>" in text or reasoning_keys(text) for text in templates.values()):
                 settings["empty_thoughts"] = (
                     empty_thoughts  # earlier versions trained on them, and lost reasoning by other keys
                 )
+        images, of_images = _images_of(corpus, tokenizer, pretrained, template)
+        settings |= of_images
         late_end = template.ends_no_turn if template is not None else ready_made is None or ChatML(ready_made).ends_as_text
         ends = {"end": True} if late_end and train_on != "all" else {}
         return cls(
@@ -122,6 +128,7 @@ class StoreRequest:
             corpus.fingerprint(),
             settings,
             ends,
+            images,
         )
 
     @property
@@ -162,6 +169,30 @@ class StoreRequest:
 
 def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _images_of(
+    corpus: Corpus, name: str, pretrained: Pretrained | None, template: Template | None
+) -> tuple[ImageTokens | None, dict[str, str]]:
+    """Returns what writes the tokens of images, and a setting with a hash of their files, which are not among the source's.
+
+    None and no setting if the source has no images. Raises UserError if it has some, and the tokenizer `name` reads none.
+    """
+    if pretrained is None or pretrained.processor is None:
+        return None, {}  # the encoder refuses images, with the name of the record
+    found = None
+    for document in corpus.documents():
+        if document.images and (pretrained.processor not in PROCESSORS or template is None):
+            raise ChatError(
+                f"{document.name} has images, but {name} has {pretrained.processor}: images need one of "
+                f"{', '.join(PROCESSORS)}, and its chat template"
+            )
+        for image in document.images:
+            found = found or hashlib.sha256()
+            found.update(b"" if isinstance(image, bytes) else hashlib.sha256(image.read_bytes()).digest())
+    if found is None:
+        return None, {}
+    return ImageTokens(pretrained.folder, pretrained.processor, pretrained.loaded), {"images": found.hexdigest()}
 
 
 def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Pretrained | None]:

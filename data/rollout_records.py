@@ -162,6 +162,8 @@ class RolloutReader:
                 documents += parse_record(record, rollout.where, 0, None)
             except (FormatError, ChatError) as error:
                 raise CorpusError(f"{rollout.where}: {error}") from error
+            if documents[-1].images:
+                raise CorpusError(f"{rollout.where}: rollouts with images are not supported: remove the record")
         return encoder.encode(documents, encoder.render(documents))[0]
 
 

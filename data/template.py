@@ -20,9 +20,10 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message, check_role, trained_turns
+from longctx.data.image_sources import Grid
 from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
-from longctx.data.messages import NUMBER, DigitsError, as_written, parse_arguments
+from longctx.data.messages import IMAGE, NUMBER, DigitsError, as_written, in_parts, parse_arguments
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
@@ -55,6 +56,7 @@ class Rendered:
     `weights`: weights of the spans; None: 1 for all.
     `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
     `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
+    `images`: number of tokens and grid of patches of each image.
     """
 
     text: str
@@ -63,6 +65,7 @@ class Rendered:
     unended: bool = False
     thoughts: int = 0
     weights: Sequence[float] | None = None
+    images: Sequence[tuple[int, Grid]] = ()
 
 
 class Template:
@@ -75,6 +78,7 @@ class Template:
         ends: special tokens that may end a turn, besides the templates' own.
         train_on: see `TRAIN_ON`.
         empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
+        in_parts: whether contents are given as lists of texts and images.
     """
 
     def __init__(
@@ -85,8 +89,9 @@ class Template:
         ends: Sequence[str] = (),
         train_on: str = "assistant",
         empty_thoughts: bool = False,
+        in_parts: bool = False,
     ) -> None:
-        self._texts = texts
+        self._texts, self._in_parts = texts, in_parts
         self._variables = dict(variables)
         self.markup = markup
         self._ends = ends
@@ -186,6 +191,7 @@ class Template:
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils import chat_template_utils
 
+        messages = [*map(in_parts, messages)] if self._in_parts else messages
         compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
         try:
             if compiled and not marks and not any(key in message for message in messages for key in _TEXTS[1:]):
@@ -378,6 +384,8 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:
+        if isinstance(value, str) and IMAGE in value:
+            return IMAGE.join(wrap(text) if text.strip() else text for text in value.split(IMAGE))
         if isinstance(value, str) and not value.startswith(NUMBER):
             text = value.strip()
             head = len(value) - len(value.lstrip()) if text else 0

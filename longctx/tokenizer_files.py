@@ -13,6 +13,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",

@@ -99,7 +99,13 @@ def masks(draw: st.DrawFn, lengths: tuple[int, ...]) -> Mask:
     window = draw(st.none() | st.integers(1, 12) | st.integers(1, 150))
     sinks = 0 if window is None else draw(st.integers(0, 20))
     prompts = draw(st.dictionaries(st.integers(0, len(lengths) - 1), st.integers(0, 150))) if causal else {}
-    return Mask(causal, window, sinks, prompts)
+    if not causal or sinks or any(prompts.values()) or draw(st.booleans()):
+        return Mask(causal, window, sinks, prompts)
+    blocks = {}
+    for document, length in enumerate(lengths):
+        edges = sorted(draw(st.sets(st.integers(0, length), max_size=6)))
+        blocks[document] = list(zip(edges[::2], edges[1::2], strict=False))
+    return Mask(causal, window, blocks=blocks)
 
 
 @st.composite
@@ -156,6 +162,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "window and sinks": {"mask": Mask(window=40, sinks=10), "sink_logits": True},
     "dense": {"mask": Mask(causal=False)},
     "prefix": {"mask": Mask(prefix={0: 150, 1: 77})},
+    "images": {"mask": Mask(window=90, blocks={0: ((10, 60), (95, 190)), 1: ((5, 330),)})},
     "two levels": {"ranks_per_node": 2},
     "keys kept": {"keep_kv": True},
     "Ulysses": {"ulysses_degree": 2},

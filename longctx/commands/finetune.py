@@ -237,7 +237,11 @@ def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, lo
 
 def _next(config: Config, export: Path) -> str:
     """Returns a line with the next command."""
-    if config.masked.share is not None or config.model_source().spec.encoder_layers:
+    from longctx.model.vision import VISION_FAMILIES
+
+    files = config.model_source().files
+    other = files is not None and (files.seq2seq or files.config.model_type in VISION_FAMILIES)
+    if config.masked.share is not None or other:
         return f"evaluate it: longctx eval {shell(config.train.run_dir)} --store STORE"
     if config.lora.rank is None:
         return f"try it: longctx generate {shell(export)} --chat 'your question'"

@@ -65,10 +65,18 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _check_generates(checkpoint: str, config: Any) -> None:
-    """Raises UserError for encoders, which transformers would load as if they were causal, and for encoder-decoders."""
+    """Raises UserError for encoders, which transformers would load as if they were causal, and other models that are not."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     from longctx.model.checkpoint_files import MASKED_CLASS
+    from longctx.model.vision import VISION_FAMILIES
     from longctx.tokenizer_files import is_seq2seq
 
+    if config.model_type in VISION_FAMILIES and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{checkpoint} reads images ({config.model_type}), which this command does not: use transformers' "
+            f"pipeline('image-text-to-text', {checkpoint!r})"
+        )
     names = [name for name in config.architectures or () if name.endswith(MASKED_CLASS)]
     if names:
         raise UserError(

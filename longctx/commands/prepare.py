@@ -214,6 +214,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     together = 2 if manifest.pairs else 1
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count // together:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+    if manifest.images:
+        yield f"  images     {manifest.images:,}"
     if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}

@@ -88,7 +88,7 @@ class Weights:
         root: outside the blocks: the embedding on the first stage, the last norm and the head on the last stage.
         all: of the shards of all ranks, with the experts of other ranks.
         trained_block, trained_root, trained_head, trained: those with gradients: all, only adapters, or what is not frozen. The
-            head is the vocabulary matrix of the last stage, and a part of the root.
+            head is the vocabulary matrix of the last stage, and a part of the root; `trained_tower` of an encoder of images.
         updated: those of whose shards a rank has optimizer state.
         matrices: those of `updated` that are in matrices of blocks.
         vocabulary_matrices: number of embeddings and heads.
@@ -110,18 +110,23 @@ class Weights:
         self.vocabulary_matrices = first + last - (first and last and spec.tie_word_embeddings)
         self.root = self.vocabulary_matrices * embedding + (spec.norm_parameters if last else 0)
         self.root += positions + spec.prediction_parameters
-        self.all = layers * whole + self.root
+        tower = spec.tower_parameters if first else 0
+        self.all = layers * whole + self.root + tower
         frozen = [(each.frozen_matrices // split + each.frozen_others, each.frozen_experts // split) for each in held]
         here = [whole - experts + experts // expert_ranks for whole, experts in frozen]
         frozen_vocabulary = spec.frozen_embedding + (spec.frozen_head and not spec.tie_word_embeddings)
         of_root = embedding * (first and spec.frozen_embedding)
         of_root += embedding * (last and spec.frozen_head and not (first and spec.tie_word_embeddings))
-        of_root += last * (spec.frozen_outside - frozen_vocabulary * spec.vocabulary_parameters)
+        others = last * (spec.frozen_outside - frozen_vocabulary * spec.vocabulary_parameters)
+        of_tower = min(tower, others)
+        of_root += others - of_tower
         self.trained_block = layer.adapter_parameters if spec.adapted else self.block - min(here)
         self.trained_root = 0 if spec.adapted else self.root - of_root
         self.trained_head = 0 if spec.adapted or spec.frozen_head or not last else embedding
+        self.trained_tower = 0 if spec.adapted else tower - of_tower
         self.trained = layers * (layer.adapter_parameters if spec.adapted else self.block) + self.trained_root - sum(here)
-        self.updated = self.trained if spec.adapted else self.all - of_root - sum(whole for whole, _ in frozen)
+        self.trained += self.trained_tower
+        self.updated = self.trained if spec.adapted else self.all - of_root - of_tower - sum(whole for whole, _ in frozen)
         self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
         self.matrices -= sum(each.frozen_matrices // split for each in held)
         matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
@@ -176,7 +181,13 @@ class RankMemory:
         # Each block of multi-token prediction keeps the later token's embedding, its norms with their outputs, and the gradient
         # from a head; the norm before the main head is kept through its backward.
         predicted = spec.predictions * (3 * self.block.norm + 5 * self.block.stream)
-        self.activations = kept + self.tables + predicted
+        # An encoder of images keeps its tensors until all blocks are done.
+        self.tower = (
+            0
+            if not self.weights.trained_tower
+            else round(self.block.number * spec.tower_values * load.tokens * load.image_share)
+        )
+        self.activations = kept + self.tables + predicted + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else self.layers * kept_kv
@@ -316,7 +327,7 @@ class RankMemory:
             moment="end of backward",
             gathered_weights=self.gathered(0) if kept else 0,
             gradients=held,
-            activations=self.tables + self.block.normed,
+            activations=self.tables + self.block.normed + self.tower,
         )
 
     def _attention_backward(self) -> int:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+from longctx.model.vision import VISION_FAMILIES
 
 ENCODERS = (
     "masked tokens are predicted by encoders like BERT, RoBERTa and ModernBERT; for a causal language model omit masked.share"
@@ -11,12 +12,14 @@ ENCODERS = (
 
 def auto_class(files: CheckpointFiles) -> tuple[Any, str]:
     """Returns the class of transformers that builds the model of a checkpoint, and what it builds."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     if files.masked:
         return AutoModelForMaskedLM, "a model for masked tokens"
     if files.seq2seq:
         return AutoModelForSeq2SeqLM, "an encoder-decoder"
+    if files.config.model_type in VISION_FAMILIES:
+        return AutoModelForImageTextToText, "a vision-language model"
     return AutoModelForCausalLM, "a causal language model"
 
 
@@ -27,6 +30,8 @@ def other_objective(files: CheckpointFiles) -> str:
     kind: str = files.config.model_type
     if files.masked:
         return f"; {ENCODERS}" if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else ""
+    if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return f"; it reads images, and of such models only {', '.join(VISION_FAMILIES)} are supported"
     encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return "; it is an encoder: set masked.share to train it on masked tokens" if encoder else ""
 

@@ -28,6 +28,7 @@ from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
+from longctx.model.vision import Images, encode_images, is_vision, tower_blocks, tower_sizes
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
@@ -104,7 +105,11 @@ class TransformersModel(Model):
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
         vars(self)["layers"] = self._blocks()
+        vars(self)["tower"] = tower_blocks(self.hf) if is_vision(self.hf) else []
         self.spec = self._sizes()
+        if is_vision(self.hf):
+            parameters, values = tower_sizes(self.hf)
+            self.spec = replace(self.spec, tower_parameters=parameters, tower_values=values)
         self._documents: RowDocuments | None = None
         """Documents of the micro-batch that runs."""
         self._routers = self._watch_routers()
@@ -127,15 +132,22 @@ class TransformersModel(Model):
         attention: Any,
         head: Head | None = None,
         documents: RowDocuments | None = None,
+        images: Images | None = None,
     ) -> torch.Tensor:
-        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward.
+
+        `images` are those of the micro-batch, if any rank has some; `positions` may then be [axes, tokens].
+        """
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         arguments = self._arguments(tokens, positions, attention)
+        if images is not None:
+            arguments["mm_encoder_outputs"], anchor = encode_images(self.hf, images)
         if head is None:
             logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits
         with packing_from_layout():
             hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
+        hidden = hidden if images is None else hidden + anchor
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def _arguments(self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any) -> dict[str, Any]:
@@ -285,8 +297,8 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns [1, tokens]. Models cannot reshape zero tokens: a rank without tokens gets one padding token."""
-    return F.pad(tensor, (0, int(not len(tensor))))[None]
+    """Returns [.., 1, tokens] of [.., tokens], with one padding token if there are none, which models cannot reshape."""
+    return F.pad(tensor, (0, int(not tensor.shape[-1]))).unsqueeze(-2)
 
 
 class _Given(nn.Module):
@@ -297,9 +309,7 @@ class _Given(nn.Module):
         self.out = _Out(hidden)
         # Some forwards read numbers of their base model, such as Falcon-H1's multiplier of logits.
         vars(self).update({name: value for name, value in vars(base).items() if isinstance(value, float)})
-        if (
-            getattr(base, "config", None) is not None and base.config.is_encoder_decoder
-        ):  # whose head reads the decoder's config
+        if getattr(getattr(base, "config", None), "is_encoder_decoder", False):  # its head reads the decoder's config
             vars(self)["get_decoder"] = base.get_decoder
 
     def forward(self, *_: Any, **__: Any) -> "_Out":
@@ -332,7 +342,8 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = (), masked:
     if rope and files.seq2seq:
         raise PretrainedError(f"{source} is an encoder-decoder, of which both parts have RoPE of their own: omit model.rope_*")
     files = replace(files, rope=rope)
-    if not files.config.get_text_config().tie_word_embeddings or (files.folder / DESCRIBED).is_file():
+    ties = any(getattr(config, "tie_word_embeddings", False) for config in (files.config, files.config.get_text_config()))
+    if not ties or (files.folder / DESCRIBED).is_file():
         return files
     try:
         with torch.device("meta"):
@@ -401,6 +412,8 @@ def block_name(hf: Any) -> str:
     lists: dict[str, nn.ModuleList] = {
         name: module for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
+    if is_vision(hf):
+        lists = {name: module for name, module in lists.items() if "language_model." in name}
     known = {name: blocks for name, blocks in lists.items() if all(type(block).__name__ in whole for block in blocks)}
     for name, blocks in [*known.items(), *lists.items()]:
         if len(blocks) == count:

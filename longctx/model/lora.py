@@ -22,6 +22,7 @@ from longctx.model.huggingface import OURS, TransformersModel, TransformersSourc
 from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError, StackError
 from longctx.model.protocol import generator_of
 from longctx.model.quantized import QuantizedLinear, quantize_layers
+from longctx.model.vision import is_vision
 from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
@@ -185,6 +186,8 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
 
     head = twin.get_output_embeddings()
     linear = {name: module for name, module in twin.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    if is_vision(twin):  # the encoder of images stays frozen
+        linear = {name: module for name, module in linear.items() if ".language_model." in name or module is head}
     chosen = [name for name, module in linear.items() if module is not head]
     kind = type(twin).__name__
     there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in chosen}))}"
@@ -196,6 +199,8 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     matched: set[str] = set()
     for target in targets:
         named = {name: module for name, module in twin.named_modules() if name == target or name.endswith(f".{target}")}
+        if is_vision(twin):
+            named = {name: module for name, module in named.items() if name in linear or ".language_model." in name}
         others = {type(module).__name__ for name, module in named.items() if name not in linear}
         if not named:
             raise LoraError(f"no layer is called {target}: {there_are}")

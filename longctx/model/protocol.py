@@ -73,11 +73,13 @@ class Model(nn.Module, ABC):
     Attributes:
         spec: sizes of the whole model.
         layers: blocks of this part, in order, each named by its index in the whole model.
+        tower: blocks of an encoder of images, if there is one.
         files: checkpoint of transformers that the initial values come from; None for new weights.
     """
 
     spec: ModelSpec
     layers: nn.ModuleList
+    tower: Sequence[nn.Module] = ()
     files: CheckpointFiles | None = None
 
     @abstractmethod

@@ -49,6 +49,8 @@ def shard(
         whole, *parts = sharded_modules(block)
         if parts:
             whole.set_modules_to_forward_prefetch(parts)  # else only once tokens have travelled
+    for block in model.tower:
+        fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     for root in [model] if stages is None else stages:
         fully_shard(root, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
         for module in sharded_modules(root):

@@ -3,19 +3,24 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from longctx.config import Config
 from longctx.config.combinations import merges_prefixes
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
+from longctx.data.images import cut_error
 from longctx.data.manifest import TOKENIZER
 from longctx.data.new_tokens import added_tokens, without_added
 from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
-from longctx.model.source import ModelSource
+from longctx.model.frozen import PartlyFrozen
+from longctx.model.huggingface import TransformersSource
+from longctx.model.source import UNSPLIT, ModelSource
+from longctx.model.vision import VISION_FAMILIES
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
 from longctx.tokenizer_files import start_token
@@ -65,6 +70,32 @@ def check_pairs(config: Config, data: RunData) -> None:
                 f"dpo.beta is {beta:g}, but {key} {store.path} contains no preference pairs: prepare records with `chosen` and "
                 "`rejected` (longctx prepare --source), or omit dpo.beta"
             )
+
+
+def check_images(config: Config, store: Store, source: ModelSource, max_length: int) -> None:
+    """Raises UserError if a store has images, and the model cannot read them, or a document with some would be cut."""
+    documents = np.flatnonzero(store.image_tokens)
+    if not len(documents):
+        return
+    files, inner = source.files, source.source if isinstance(source, PartlyFrozen) else source
+    if files is None or not isinstance(inner, TransformersSource) or files.config.model_type not in VISION_FAMILIES:
+        what = "new weights" if files is None else f"{files.config.model_type}, run by {type(inner).__name__}"
+        raise UserError(
+            f"{store.said} has images, but the model is {what}: set model.from_pretrained to a checkpoint of "
+            f"{', '.join(VISION_FAMILIES)}, and {UNSPLIT}"
+        )
+    if merges_prefixes(config):
+        raise UserError(f"{store.said} has images, whose documents are not merged: set data.merge_prefixes to false")
+    first, (start, *_) = int(documents[0]), store.image_places(int(documents[0]))[0]
+    token, expected = int(store.tokens(first, start, start + 1)[0][0]), files.config.image_token_id
+    if token != expected:
+        raise UserError(
+            f"images of {store.said} are tokens {token}, but {expected} in {files.folder}: prepare it with --tokenizer "
+            f"{shell(files.folder)}"
+        )
+    longest = int(documents[store.lengths[documents].argmax()])
+    if store.lengths[longest] > max_length and config.data.long_documents != "drop":
+        raise cut_error(store, longest, max_length)
 
 
 def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
@@ -118,6 +149,8 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
     check_sources({"data.store": data.store, "eval.store": data.validation}, source)
     _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
+    for store in filter(None, (data.store, data.validation)):
+        check_images(config, store, source, config.max_length(ranks))
 
 
 def check_groups(config: Config, source: ModelSource) -> None:

@@ -19,6 +19,7 @@ from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
+from longctx.training.images import blocks_of, images_of
 from longctx.training.objectives.balance import Balance
 from longctx.training.objectives.loss import RowWeights, cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
 from longctx.training.objectives.multi_token import MultiTokenLoss
@@ -97,12 +98,12 @@ class Passes:
             labels, device = batch.micro_batches[number].labels, self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
             head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)
-            return replace(self.inputs(batch, StepWeights(1.0), number), head=head)
+            return replace(self.inputs(batch, StepWeights(1.0), number), head=head, later=None)
 
         if self.pipeline is not None:
             return self.pipeline.forward(len(batch.micro_batches), inputs)
         every_input = map(inputs, range(len(batch.micro_batches)))
-        return [self.model(each.tokens, each.positions, each.attention, each.head) for each in every_input]
+        return [self.model(each.tokens, each.positions, each.attention, each.head, **each.optional) for each in every_input]
 
     def end_looking(self) -> None:
         """Reshards the model and resets the clock after passes without gradients."""
@@ -132,10 +133,10 @@ class Passes:
         )
         inputs = self.inputs(batch, weights, number)
         used: Any = inputs.attention if attention is None else attention
-        later = {} if inputs.later is None else {"later": inputs.later}
         self.begin(f"micro-batch {number}", lambda: f"attention last in {used.last}")
         with record_function(inputs.name):
-            loss: torch.Tensor = self.model(inputs.tokens, inputs.positions, used, inputs.head, inputs.documents, **later)
+            arguments = inputs.tokens, inputs.positions, used, inputs.head, inputs.documents
+            loss: torch.Tensor = self.model(*arguments, **inputs.optional)
             loss.backward()
         return loss.detach()
 
@@ -164,10 +165,10 @@ class Passes:
             rows=None if rows is None else copy_to(rows, device),
             compiled=self.config.compiles(device.type, self.model.spec),
         )
-        tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
+        tokens, (images, positions) = copy_to(micro_batch.tokens, device), images_of(micro_batch, self.model, self.mesh)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
         later = self.multi_token.later(micro_batch, head, weights.divisor, device)
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later, images)
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         if (source := micro_batch.source) is not None:
@@ -180,5 +181,6 @@ class Passes:
                 return make_attention(*common, layout, self.clock, causal=role == "decoder")
 
             return SourceAttention.of(of_role, copy_to(source.tokens, device), copy_to(source.positions, device))
-        make = make_attention(self.config, self.mesh, self.model.spec, batch.plan, micro_batch.layout, self.clock)
+        plan, layout, blocks = batch.plan, micro_batch.layout, blocks_of(micro_batch, self.model)
+        make = make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock, blocks=blocks)
         return self.model.attention(make)

@@ -138,6 +138,8 @@ class ModelSpec:
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
         encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
             targets run through the others. 0: there is no encoder.
+        tower_parameters: parameters of an encoder of images, with what projects its features.
+        tower_values: values that it keeps for backward for a token of an image. Its operations are not counted.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -155,6 +157,8 @@ class ModelSpec:
     frozen_outside: int = 0
     causal: bool = True
     encoder_layers: int = 0
+    tower_parameters: int = 0
+    tower_values: int = 0
 
     @property
     def largest_layer(self) -> LayerSpec:
@@ -177,7 +181,7 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of all parameters, a tied embedding counted once. Needs `vocab_size`."""
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
-        outside = embeddings + self.position_parameters + self.norm_parameters
+        outside = embeddings + self.position_parameters + self.norm_parameters + self.tower_parameters
         return sum(layer.parameters for layer in self.layers) + outside + self.prediction_parameters
 
     @property

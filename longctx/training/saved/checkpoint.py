@@ -37,7 +37,7 @@ from longctx.training.optimizers.average import AVERAGE
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
-EARLIER = "to use an earlier checkpoint"
+EARLIER, PREVIOUS = "to use an earlier checkpoint", "to --resume from the previous checkpoint"
 START_ANEW = "Restore one of them, or move the folder away to start from scratch"
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 """Keys the optimizer state by parameter name, independent of the number of ranks."""
@@ -250,14 +250,28 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     Weight decay, betas and other settings of `optimizer` are kept. Raises CheckpointError.
     """
     weights, optimizer_state = _state(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": _moments(optimizer_state)}
-    _load(state, checkpoint.folder, "to --resume from the previous checkpoint", group)
+    saved = _parameters_with_moments(checkpoint.folder)
+    moments = {name: value for name, value in _moments(optimizer_state).items() if name.rpartition(".")[0] in saved}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    _load(state, checkpoint.folder, PREVIOUS, group)
     if not optimizer_state:
         set_model_state_dict(model, state["model"])
         return
     optimizer_state = {**optimizer_state, **state["optimizer"]}
     options = replace(BY_NAME, strict=_saved(model) is None)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
+
+
+def _parameters_with_moments(folder: Path) -> set[str]:
+    """Returns the names of the parameters that a checkpoint has moments of, as `state.NAME`: those that ever had a gradient.
+
+    The others, as of an encoder of images while no document has any, keep moments of zero, which are those of the first step.
+    """
+    try:
+        saved = TensorReader(folder).read_metadata().state_dict_metadata
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error}. Move it away {PREVIOUS}") from error
+    return {name.removeprefix("optimizer.").rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,6 +28,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.model.source import run_by_transformers
+from longctx.model.vision import VISION_CLASS, is_vision_checkpoint
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.tokenizer_files import is_seq2seq
 from longctx.training.saved import checkpoint
@@ -310,8 +311,10 @@ def how_to_load(folder: Path) -> str:
     """Returns the call that loads an exported folder."""
     if (folder / "adapter_config.json").is_file():
         adapters = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-        if adapters["task_type"] is None:
-            base = f"AutoModelForMaskedLM.from_pretrained({adapters['base_model_name_or_path']!r})"
+        base = adapters["base_model_name_or_path"]
+        masked = adapters["task_type"] is None
+        if masked or is_vision_checkpoint(Path(base)):
+            base = f"{'AutoModelForMaskedLM' if masked else VISION_CLASS}.from_pretrained({base!r})"
             return (
                 f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
             )
@@ -323,4 +326,5 @@ def how_to_load(folder: Path) -> str:
     (architecture,) = config["architectures"]
     kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
     kind = "AutoModelForSeq2SeqLM" if is_seq2seq(config) else kind
+    kind = VISION_CLASS if is_vision_checkpoint(folder) else kind
     return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"

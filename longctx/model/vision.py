@@ -1,0 +1,114 @@
+"""Vision: the encoder of images (tower) of a vision-language model of transformers, run by itself.
+
+Some ranks of a document encode its images; the features travel to the ranks that hold the image's tokens, where transformers'
+own forward puts them in the places of the embeddings (and, of Qwen3-VL, adds more of them after the first layers).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+VISION_FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+"""Model types whose images are supported; the tests compare a model of each with its own code."""
+IN_BOTH_DIRECTIONS = ("gemma3",)
+"""Those in which the tokens of an image see each other in both directions."""
+VISION_CLASS = "AutoModelForImageTextToText"
+"""Class of transformers that loads them."""
+TOWERS = ("vision_tower", "visual")
+"""Names of the tower in their base models."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of a micro-batch, from the view of one rank.
+
+    Attributes:
+        pixels: what the image processor makes of the images that this rank encodes, at least one, as arguments of the tower.
+        share: sends features [tokens of these images, ..] to the ranks that hold the tokens; returns those of the image tokens
+            of this rank, in the order of its buffer. Collective; gradients travel back.
+    """
+
+    pixels: Mapping[str, torch.Tensor]
+    share: Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_vision(hf: Any) -> bool:
+    """Returns whether a model of transformers is of a family whose images are supported."""
+    return hf.config.model_type in VISION_FAMILIES and hasattr(hf.base_model, "language_model")
+
+
+def is_vision_checkpoint(folder: Path) -> bool:
+    """Returns whether a local folder has a checkpoint of these families."""
+    config = folder / "config.json"
+    return config.is_file() and json.loads(config.read_text("utf-8")).get("model_type") in VISION_FAMILIES
+
+
+def tower_of(hf: Any) -> nn.Module:
+    tower: nn.Module = next(getattr(hf.base_model, name) for name in TOWERS if hasattr(hf.base_model, name))
+    return tower
+
+
+def tower_blocks(hf: Any) -> Sequence[nn.Module]:
+    """Returns the blocks of the tower: the modules of its longest list."""
+    lists = [module for module in tower_of(hf).modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=()))
+
+
+def tower_sizes(hf: Any) -> tuple[int, int]:
+    """Returns the parameters outside of the language model, and the values that they keep for a token of an image."""
+    base = hf.base_model
+    of_text = {id(weight) for module in (base.language_model, hf.get_output_embeddings()) for weight in module.parameters()}
+    parameters = sum(weight.numel() for weight in hf.parameters() if id(weight) not in of_text)
+    blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
+    linear = (module for block in blocks for module in block.modules() if isinstance(module, nn.Linear))
+    values = sum(module.in_features + module.out_features for module in linear)
+    patches = getattr(vision, "spatial_merge_size", 1) ** 2
+    if patches > 1:  # RoPE in float32, and copies per image
+        values += 6 * len(blocks) * (getattr(vision, "embed_dim", None) or vision.hidden_size)
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        patches = (vision.image_size // vision.patch_size) ** 2 // tokens
+    features = (1 + len(getattr(vision, "deepstack_visual_indexes", ()))) * config.get_text_config().hidden_size
+    return parameters, patches * values + 2 * features
+
+
+def encode_images(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:
+    """Encodes this rank's images. Returns what transformers' forward takes for the image tokens of this rank, None if it has
+    none, and a zero to be added to the result, so that backward sends gradients on every rank. Collective.
+    """
+    out = hf.base_model.get_image_features(**images.pixels, return_dict=True)
+    deep = [_joined(features) for features in getattr(out, "deepstack_features", None) or ()]
+    features = images.share(torch.stack([_joined(out.pooler_output), *deep], dim=1))
+    anchor = features[:0].sum()
+    if not len(features):
+        return None, anchor
+    first, *others = features.unbind(1)
+    pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
+    return {"image": SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])}, anchor
+
+
+def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the features [tokens, hidden] of all images."""
+    return features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
+
+
+def image_positions(hf: Any, length: int, places: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor | None:
+    """Returns the positions [axes, length] of a document in which image k has `places[k]`: first token, tokens and grid.
+
+    They are those that the model's own code computes; None if a token's position is its place in the document.
+    """
+    model = hf.base_model
+    if not hasattr(model, "get_rope_index"):
+        return None
+    kinds = torch.zeros(1, length, dtype=torch.int32)
+    for start, tokens, _ in places:
+        kinds[0, start : start + tokens] = 1
+    grids = torch.tensor([grid for _, _, grid in places], dtype=torch.int64)
+    positions, _ = model.get_rope_index(torch.zeros(1, length, dtype=torch.int64), kinds, grids)
+    found: torch.Tensor = positions[:, 0]
+    return found
