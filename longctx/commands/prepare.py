@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `finetune` too."""
+    _add_token_arguments(parser.add_argument_group("tokens"))
+    _add_loss_arguments(parser.add_argument_group("conversations"))
+    _add_source_arguments(parser.add_argument_group("what is read"))
+
+
+def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--tokenizer",
         default="bpe",
@@ -62,6 +68,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="sets a variable of the chat template, which exports then have by default, such as enable_thinking=false; a value "
         "that is not JSON is a text; may be repeated",
     )
+
+
+def _add_loss_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--train-on",
         choices=("assistant", "last", "all"),
@@ -92,6 +101,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="what happens to answers that their records mark as bad (a label or kto_tag of false, 0 or -1, a rating of bad): "
         "drop them, or train on them like good ones",
     )
+
+
+def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
     )
