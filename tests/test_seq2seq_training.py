@@ -253,8 +253,16 @@ def test_models_and_stores_that_do_not_fit_are_refused(base: Path, store: Store,
     pairs = written(tmp_path, [{"prompt": "a", "completion": "b"}])
     prepare(pairs, tmp_path / "plain", tokenizer=str(tmp_path / "causal"))
     for model, data, message in (
-        (base, tmp_path / "plain", f"targets begin with token {BOS}, but those of data.store .* with no such token"),
-        (tmp_path / "causal", store.path, "has sources and targets for an encoder-decoder, which the model is not"),
+        (
+            base,
+            tmp_path / "plain",
+            f"has documents without sources, but the model needs sources and targets that begin with token {BOS}",
+        ),
+        (
+            tmp_path / "causal",
+            store.path,
+            f"has sources and targets that begin with token {BOS}, but the model needs documents without sources",
+        ),
     ):
         config = load(None, [f"model.from_pretrained={model}", f"data.store={data}"])
         with pytest.raises(UserError, match=message):

@@ -147,14 +147,7 @@ class RankMemory:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        config: Config,
-        ranks: int,
-        load: Load,
-        fused: bool,
-        pipeline_rank: int,
-        in_encoder: bool = False,
+        self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, pipeline_rank: int, in_encoder: bool = False
     ) -> None:
         self.spec, self.config, self.load, self.fused, self.pipeline_rank = spec, config, load, fused, pipeline_rank
         self.recompute, self.split = config.train.recompute, config.parallel.tensor_parallel_size

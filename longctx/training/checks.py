@@ -123,19 +123,16 @@ def check_sources(stores: Mapping[str, Store | None], source: ModelSource) -> No
     files, start = source.files, None
     if files is not None and files.seq2seq:
         start = start_token(files.config.to_dict())
+
+    def said(token: int | None) -> str:
+        return "documents without sources" if token is None else f"sources and targets that begin with token {token}"
+
     for key, store in stores.items():
-        if store is None or store.start_token == start:
-            continue
-        if start is None or files is None:
+        if store is not None and store.start_token != start:
             raise UserError(
-                f"{key} {store.said} has sources and targets for an encoder-decoder, which the model is not: prepare the "
-                "source again with the tokenizer of the model (longctx prepare --tokenizer)"
+                f"{key} {store.said} has {said(store.start_token)}, but the model needs {said(start)}: prepare it again with "
+                "the tokenizer of the model (longctx prepare --tokenizer)"
             )
-        raise UserError(
-            f"the model is an encoder-decoder whose targets begin with token {start}, but those of {key} {store.said} with "
-            f"{'no such token' if store.start_token is None else store.start_token}: prepare it again with --tokenizer "
-            f"{shell(files.folder)}"
-        )
 
 
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
