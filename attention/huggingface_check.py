@@ -193,6 +193,20 @@ def check_loss(probe: "Probe", logits: torch.Tensor) -> None:
         )
 
 
+def run_checked(call: Callable[..., Any], name: str, **arguments: Any) -> Any:
+    """Returns the output of the model `name`. Turns any exception into a HuggingFaceError."""
+    try:
+        return call(**arguments)
+    except HuggingFaceError:
+        raise
+    except Exception as error:  # models may raise anything for inputs that they were not written for
+        text = " ".join(str(error).split())[:160]
+        raise HuggingFaceError(
+            f"{name} does not run on packed tokens with attention 'longctx' ({type(error).__name__}: "
+            f"{text}): it needs a mask, a cache or inputs that are not available here, so it is not supported"
+        ) from error
+
+
 class Probe:
     """Runs a model on tokens that each attend only to themselves, by calling `forward`, which computes in `dtype`."""
 
@@ -242,16 +256,7 @@ class Probe:
 
     def run(self, **arguments: Any) -> Any:
         """Returns the model's output. Turns any exception of the model into a HuggingFaceError."""
-        try:
-            return self.call(**arguments)
-        except HuggingFaceError:
-            raise
-        except Exception as error:  # models may raise anything for inputs that they were not written for
-            text = " ".join(str(error).split())[:160]
-            raise HuggingFaceError(
-                f"{self.name} does not run on packed tokens with attention 'longctx' ({type(error).__name__}: "
-                f"{text}): it needs a mask, a cache or inputs that are not available here, so it is not supported"
-            ) from error
+        return run_checked(self.call, self.name, **arguments)
 
     def rows(self, ids: torch.Tensor, positions: torch.Tensor | None, poisoned: bool = False) -> list[torch.Tensor]:
         """Returns the inputs of each attention call and finally the logits, per token: tensors [TOKENS, ..].

@@ -27,7 +27,7 @@ def describe_mask(
     Raises HuggingFaceError for padding, and for masks that are neither causal nor a causal window; or, if not `causal`, neither
     full nor a window in both directions.
     """
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
         raise HuggingFaceError("attention_mask hides tokens: leave it out, as packed documents have no padding between them")
     parts = list(_parts(mask_function))
     windows = [inside["sliding_window"] for name, inside in parts if name == "sliding_window_overlay"]

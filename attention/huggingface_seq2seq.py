@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from longctx.attention.huggingface_check import Alone, HuggingFaceError, Probe, check_loss, check_rows, evaluating
+from longctx.attention.huggingface_check import Alone, HuggingFaceError, Probe, check_loss, check_rows, evaluating, run_checked
 
 Role = Literal["encoder", "decoder", "cross"]
 ROLES: tuple[Role, ...] = ("encoder", "decoder", "cross")
@@ -123,17 +123,30 @@ class _Seq2SeqProbe(Probe):
         inputs = attention_inputs(tokens, places, tokens, places)
         return self.run(**{"ring_attention": Alone(), **inputs, **arguments})
 
-    def find_roles(self) -> None:
-        """Gives every attention of the model its role. Raises HuggingFaceError if one has none."""
-        finder = _FindRoles()
-        ids = torch.arange(TARGET_TOKENS, device=self.device).unsqueeze(0) % self.entries
-        self.run(**attention_inputs(ids, None, ids[:, :SOURCE_TOKENS], None), ring_attention=finder)
-        missing = set(ROLES) - finder.found
-        if missing:
-            raise HuggingFaceError(
-                f"{self.name} computes attention ({', '.join(sorted(missing))}) outside transformers' attention interface, so "
-                "documents in one row would see each other: this model is not supported"
-            )
+
+def find_roles(model: Any) -> None:
+    """Gives every attention of a model its role, by a run on a few tokens; the model may be on the meta device.
+
+    Raises HuggingFaceError if an attention has no role, or the model does not run so.
+    """
+    finder, name = _FindRoles(), type(model).__name__
+    embedding = model.get_input_embeddings()
+    ids = torch.arange(TARGET_TOKENS, device=embedding.weight.device).unsqueeze(0) % embedding.num_embeddings
+    places = torch.arange(TARGET_TOKENS, device=ids.device).unsqueeze(0)
+    inputs = attention_inputs(ids, places, ids[:, :SOURCE_TOKENS], places[:, :SOURCE_TOKENS])
+    run_checked(model, name, **inputs, ring_attention=finder)
+    missing = set(ROLES) - finder.found
+    if missing:
+        raise HuggingFaceError(
+            f"{name} computes attention ({', '.join(sorted(missing))}) outside transformers' attention interface, so "
+            "documents in one row would see each other: this model is not supported"
+        )
+
+
+def check_packed_seq2seq(model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Does the checks of `check_seq2seq` but those of roles and loss, calling `forward`, which computes in `dtype`."""
+    with torch.no_grad(), evaluating(model):
+        check_rows(_Seq2SeqProbe(model, forward, dtype))
 
 
 def check_seq2seq(model: Any) -> None:
@@ -143,5 +156,5 @@ def check_seq2seq(model: Any) -> None:
     """
     probe = _Seq2SeqProbe(model, model, next(model.get_input_embeddings().parameters()).dtype)
     with torch.no_grad(), evaluating(model):
-        probe.find_roles()
+        find_roles(model)
         check_loss(probe, check_rows(probe))

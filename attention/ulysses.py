@@ -21,12 +21,17 @@ from longctx.attention.ring import RingAttention
 from longctx.attention.ring_pass import NO_LAYER, layer_name
 from longctx.attention.segment_builder import row_index
 from longctx.planning.cost.ulysses import swaps_heads, ulysses_degrees
-from longctx.planning.layout import Layout, Shard, shard_tokens
+from longctx.planning.layout import CrossLayout, Layout, Shard, shard_tokens
 
 
-def packed_attention(layout: Layout, ulysses_degree: int = 1, **options: Any) -> "RingAttention | HybridAttention":
+def packed_attention(
+    layout: Layout | CrossLayout, ulysses_degree: int = 1, **options: Any
+) -> "RingAttention | HybridAttention":
     """Builds the attention for one micro-batch, with or without Ulysses; `options` as in `RingAttention`."""
-    return HybridAttention(layout, ulysses_degree, **options) if ulysses_degree > 1 else RingAttention(layout, **options)
+    if ulysses_degree == 1:
+        return RingAttention(layout, **options)
+    assert isinstance(layout, Layout)  # cross-attention has no Ulysses
+    return HybridAttention(layout, ulysses_degree, **options)
 
 
 class HybridAttention(CheckedAttention):

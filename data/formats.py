@@ -7,7 +7,8 @@ A record has the first of these formats that its keys allow (keys whose value is
                         are trained on
     messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
     conversations       ShareGPT: [{"from": "human", "value": ..}, ..], with an optional `system`
-    prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is trained on
+    prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is trained on;
+                        or else `source` and `target`, or `document` and `summary`
     instruction-output  `instruction`, optional `input`, and `output` or `response`
     text                one text, all of it trained on
     token-ids           `input_ids`, tokens that another program made, with the loss by `labels` or a mask (see `token_ids`)
@@ -47,6 +48,9 @@ FORMATS = {
     "instruction-output": (("instruction", "output"), ("instruction", "response")),
 }
 """Required keys of each conversation format."""
+OTHER_NAMES = (("source", "target"), ("document", "summary"))
+"""Names of a prompt and its completion in data for encoder-decoders."""
+_REQUIRED = {key for groups in FORMATS.values() for group in groups for key in group}
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
@@ -139,18 +143,23 @@ class Document:
 
 def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
     """Returns the columns of a table to read. Raises FormatError if they contain no document."""
-    keys = {key for keys in FORMATS.values() for group in keys for key in group}
-    usual = [_usual(name, names) for name in names]
+    usual = [*names] if text_column in names else [_usual(name, names) for name in names]
     if _detect(usual, usual, text_column) == TOKEN_IDS:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *IMAGE_KEYS}
+    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *IMAGE_KEYS}
     return [name for name in names if _usual(name, names) in known]
 
 
 def _usual(key: str, keys: Collection[str]) -> str:
-    """Returns `prompt` for the `query` of a response, as ms-swift calls it, and any other key as it is."""
+    """Returns `prompt` for the `query` of a response, as ms-swift calls it, and any other key as it is.
+
+    Without keys of another format, `source` and `target`, or `document` and `summary`, are a prompt and its completion.
+    """
+    for pair in OTHER_NAMES:
+        if key in pair and set(pair) <= set(keys) and not set(keys) & {"text", "input_ids", *_REQUIRED}:
+            return ("prompt", "completion")[pair.index(key)]
     return "prompt" if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys) else key
 
 
@@ -162,7 +171,8 @@ def parse_record(
     That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
     equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
     """
-    record = {_usual(key, record): value for key, value in record.items()}
+    if text_column not in record:
+        record = {_usual(key, record): value for key, value in record.items()}
     present = [key for key, value in record.items() if value is not None and value is not ...]
     kind = _detect(present, record, text_column)
     weight = _weight(record.get("weight"))
@@ -290,7 +300,7 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
             return kind
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, "
-        "chosen and rejected, or input_ids, "
+        "chosen and rejected, source and target, or input_ids, "
         f"only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a conversation"
     )
 

@@ -18,7 +18,7 @@ from longctx.data.images import with_images
 from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import make_steps
-from longctx.data.packing import StepBatch, pack, pack_documents
+from longctx.data.packing import StepBatch, pack, pack_documents, pack_with_sources
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.data.trees import Merged
@@ -39,7 +39,7 @@ _WAYS_OUT = {
 
 
 Planner = Callable[..., Plan]
-"""Makes the plan of a step from the lengths of its documents, and from `trees` by document if there are any."""
+"""Makes the plan of a step from the lengths of its documents, and from `trees` by document or `sources` if there are any."""
 
 
 class LoaderError(UserError):
@@ -252,7 +252,10 @@ def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: 
     """Returns the plan of a step over `pieces`, and the documents that they were merged to, if so. Raises PlanError."""
     merged = None if merging is None else merging.of(store, pieces)
     lengths = [piece.length for piece in pieces] if merged is None else merged.lengths
-    plan = planner(lengths) if merged is None else planner(lengths, trees=merged.trees)
+    options: dict[str, Any] = {} if merged is None else {"trees": merged.trees}
+    if store.source_lengths is not None:
+        options["sources"] = [int(store.source_lengths[piece.document]) for piece in pieces]
+    plan = planner(lengths, **options)
     if list(plan.lengths) != lengths:
         raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
     return plan, merged
@@ -277,8 +280,11 @@ def read_step(
     if merged is None:
         options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "masking": masking, "ahead": ahead}
         options["weighted"] = weighted
-        layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
-        micro_batches = [pack(store, pieces, layout, **options) for layout in layouts]
+        count = range(len(plan.micro_batches))
+        if plan.sources:
+            micro_batches = [pack_with_sources(store, pieces, plan.cross_layout(index, rank), **options) for index in count]
+        else:
+            micro_batches = [pack(store, pieces, plan.layout(index, rank), **options) for index in count]
         micro_batches = with_images(store, pieces, plan, micro_batches) if store.has_images else micro_batches
     else:
         documents = merged.tokens, merged.labels

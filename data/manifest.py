@@ -10,8 +10,8 @@ from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
-VERSION, WITH_WEIGHTS, WITH_IMAGES = 1, 2, 3
-"""Versions of stores without and with weights of tokens, and with images."""
+VERSION, WITH_WEIGHTS, WITH_IMAGES, WITH_SOURCES = 1, 2, 3, 4
+"""Versions of stores without and with weights of tokens, with images, and for encoder-decoders."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
@@ -59,6 +59,7 @@ class Manifest:
         bad_answers: number of answers that their records mark as bad, by what happened to them: drop or train.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
+        start_token: token that a decoder reads first, before each target; None: the store is not for encoder-decoders.
         limits: maximum number of documents and of bytes, where reading stopped.
         images: number of images.
         reading: version of how records were read.
@@ -106,6 +107,7 @@ class Manifest:
     bad_answers: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
+    start_token: int | None = None
     limits: dict[str, int] = field(default_factory=dict)
     images: int = 0
     reading: int = 1
@@ -149,9 +151,9 @@ class Manifest:
             raise StoreError(
                 f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
             ) from error
-        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS, WITH_IMAGES):
+        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS, WITH_IMAGES, WITH_SOURCES):
             raise StoreError(
-                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} to {WITH_IMAGES}: "
+                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} to {WITH_SOURCES}: "
                 f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
             )
         again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"

@@ -48,6 +48,7 @@ def make_steps(
         name=store.name,
         left_out=left_out,
         pairs=store.pairs,
+        unsplit=store.unsplit,
         partly=store.partly_trained,
         **cut,
     )
@@ -89,6 +90,7 @@ class Mixture:
                     name=store.name,
                     left_out=others,
                     partly=store.partly_trained,
+                    unsplit=store.unsplit,
                     has_targets=has_targets,
                     stream=np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist(),
                 )

@@ -65,6 +65,11 @@ class MicroBatch:
     weights: torch.Tensor | None = None
     images: "ImageShare | None" = None
 
+    @property
+    def rows(self) -> int:
+        """Number of rows that this rank computes, padding included."""
+        return len(self.tokens) + (0 if self.source is None else len(self.source.tokens))
+
 
 @dataclass(frozen=True)
 class EncoderInput:
@@ -157,6 +162,17 @@ def pack(
 
     filled = fill(layout, read, pad_to_multiple_of, ahead)
     return with_weights(filled, weights) if weighted else filled
+
+
+def pack_with_sources(store: "Store", pieces: "Sequence[Piece]", cross: CrossLayout, **options: Any) -> MicroBatch:
+    """Reads a rank's share of a micro-batch of an encoder-decoder; arguments as in `pack`."""
+    assert store.source_lengths is not None
+    cuts = [int(store.source_lengths[piece.document]) for piece in pieces]
+    sources = [replace(piece, stop=cut) for piece, cut in zip(pieces, cuts, strict=True)]
+    targets = [replace(piece, start=cut) for piece, cut in zip(pieces, cuts, strict=True)]
+    read = pack(store, sources, cross.sources, **{**options, "weighted": False})
+    written = pack(store, targets, cross.targets, **options)
+    return replace(written, source=EncoderInput(cross.sources, cross, read.tokens, read.positions))
 
 
 def with_weights(micro_batch: MicroBatch, read: Callable[[int, int, int], npt.ArrayLike]) -> MicroBatch:

@@ -22,7 +22,16 @@ from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, WITH_IMAGES, WITH_WEIGHTS, Manifest, StoreError
+from longctx.data.manifest import (
+    TOKENIZER,
+    TOKENIZER_FILES,
+    VERSION,
+    WITH_IMAGES,
+    WITH_SOURCES,
+    WITH_WEIGHTS,
+    Manifest,
+    StoreError,
+)
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
 from longctx.data.request import StoreRequest
@@ -136,6 +145,7 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         max_length=request.max_length,
         long_documents=long_documents,
         workers=workers,
+        start=request.start,
         images=request.images,
     )
     counts = SourceCounts()
@@ -144,10 +154,10 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
     conversations = bool(set(counts.formats) - WITHOUT_TEMPLATE)
     if request.given is None and TOKEN_IDS in counts.formats:
         raise _unnamed(request.corpus)
-    if pretrained is not None and request.templates is None and conversations:
+    if pretrained is not None and request.templates is None and conversations and request.start is None:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer, counts, conversations)
-    write_dataset_files(folder, tokenizer, parts, fingerprint, request.images is not None)
+    write_dataset_files(folder, tokenizer, parts, fingerprint, request.images is not None, request.start is not None)
     manifest = _manifest(
         folder,
         request.corpus,
@@ -159,6 +169,7 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
         max_length=request.max_length,
+        start_token=request.start,
     )
     if 2 * manifest.lost_characters > manifest.characters:
         raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
@@ -267,6 +278,8 @@ def _manifest(
     }
     written = {part.file: part.checksums for part in parts}
     images = sum(part.images for part in parts)
+    version = WITH_IMAGES if images else WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION
+    version = version if settings["start_token"] is None else WITH_SOURCES
     return Manifest(
         **settings,
         source=corpus.source,
@@ -304,7 +317,7 @@ def _manifest(
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
         empty_thoughts=sum(part.empty_thoughts for part in parts),
         straddling_tokens=sum(part.straddling_tokens for part in parts),
-        version=WITH_IMAGES if images else WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION,
+        version=version,
         weighted_documents=sum(part.weighted_documents for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),

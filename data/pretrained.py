@@ -16,7 +16,7 @@ import numpy as np
 from longctx.data.image_processor import processor_class
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import install
-from longctx.tokenizer_files import TOKENIZER_FILES, find
+from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, start_token
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
@@ -35,6 +35,7 @@ class Pretrained:
         variables: variables of the templates: the special tokens by role.
         ends: all end-of-text and end-of-turn tokens.
         folder, files: files that an export needs, relative to the folder.
+        start: token that the decoder of an encoder-decoder reads first; None for other models.
         processor: class of the processor of images; None: it is for texts only.
         loaded: the tokenizer as transformers loads it.
     """
@@ -49,6 +50,7 @@ class Pretrained:
     files: Sequence[Path]
     processor: str | None = None
     loaded: Any = None
+    start: int | None = None
 
     @classmethod
     def load(cls, name: str, end_of_document: str | None = None) -> "Pretrained":
@@ -87,6 +89,10 @@ class Pretrained:
             tokenizer = Tokenizer(backend.to_str(), end)
         except TokenizerError as error:
             raise TokenizerError(f"{name}: {error}") from error
+        config = _json(folder / "config.json")
+        start = start_token(config)
+        if start is None and is_seq2seq(config):
+            raise TokenizerError(f"{name}: config.json is of an encoder-decoder without decoder_start_token_id: set it there")
         return cls(
             name,
             tokenizer,
@@ -98,7 +104,17 @@ class Pretrained:
             find(folder, FILES),
             processor_class(folder),
             loaded,
+            start,
         )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file, {} if there is none. Raises TokenizerError if it is damaged."""
+    try:
+        content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        return dict(content)
+    except (ValueError, TypeError) as error:
+        raise TokenizerError(f"{file} is damaged: {error}; download it again, or remove it") from error
 
 
 def _from_hub(name: str) -> Path:
@@ -120,11 +136,7 @@ def _from_hub(name: str) -> Path:
 
 def _generation_ends(folder: Path, loaded: Any) -> list[str]:
     """Returns the end-of-text tokens that generation_config.json lists."""
-    file = folder / "generation_config.json"
-    try:
-        ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise TokenizerError(f"{file} is damaged: {error}; download it again, or remove it") from error
+    ids = _json(folder / "generation_config.json").get("eos_token_id")
     return [loaded.convert_ids_to_tokens(number) for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
 
 

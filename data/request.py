@@ -56,6 +56,11 @@ class StoreRequest:
     ends: Mapping[str, Any]
     images: ImageTokens | None = None
 
+    @property
+    def start(self) -> int | None:
+        """Token that the decoder of the checkpoint reads first, if it is an encoder-decoder."""
+        return None if self.pretrained is None else self.pretrained.start
+
     @classmethod
     def of(
         cls,
@@ -78,11 +83,19 @@ class StoreRequest:
         if long_documents not in TREATMENTS:
             raise ChatError(f"long_documents is {long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
         ready_made, pretrained = _given_tokenizer(tokenizer, end_of_document)
+        start = None if pretrained is None else pretrained.start
+        if start is not None and (train_on == "all" or chat_template == "chatml"):
+            raise ChatError(
+                f"{tokenizer} is an encoder-decoder, whose target is the last answer alone, without ChatML: omit --train-on "
+                f"{train_on} and --chat-template {chat_template}"
+            )
+        train_on = train_on if start is None else "last"
         templates = _with_variables(_templates(pretrained, chat_template), variables)
         settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
         if max_length is not None:
             settings["max_length"] = max_length
             settings |= {} if long_documents == "drop" else {"long_documents": long_documents}
+        settings |= {} if start is None else {"start": start}
         template = None
         if pretrained is not None:
             settings["begin"] = pretrained.begin.tolist()
@@ -139,6 +152,8 @@ class StoreRequest:
 
     def template_in_words(self, tokenizer: Tokenizer) -> str:
         """Describes the chat template, and how the tokens to train on were found."""
+        if self.templates is None and self.start is not None:
+            return "none: sources and targets as they are"
         if self.templates is None:
             reason = "" if self.chat_template == "chatml" else ", as the tokenizer has no chat template"
             if ChatML(tokenizer).matches_rendering:

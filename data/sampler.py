@@ -158,6 +158,7 @@ class Sampler:
         name: returns the name of a document for error messages.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
         pairs: whether documents 2k and 2k + 1 belong together.
+        unsplit: words for documents other than pairs that are never split, see `check_long`; None: all may be.
         has_targets: returns which pieces have a target, given their documents, starts and ends; None: all have.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
@@ -184,6 +185,7 @@ class Sampler:
         partly: npt.NDArray[np.bool_] | None = None,
         left_out: npt.NDArray[np.bool_] | None = None,
         pairs: bool = False,
+        unsplit: tuple[str, str, str] | None = None,
         has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
         stream: Sequence[int] = (),
     ) -> None:
@@ -192,7 +194,8 @@ class Sampler:
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
         if self.long:
-            unsplit = ("documents of preference pairs", "pairs are", "which drops whole pairs") if pairs else None
+            if pairs:
+                unsplit = "documents of preference pairs", "pairs are", "which drops whole pairs"
             check_long(lengths, taken, self.long, max_length, long_documents, name, unsplit)
         if long_documents is None and partly is not None and (refused := is_long & partly).any():
             longest = int(np.where(refused, lengths, 0).argmax())

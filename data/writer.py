@@ -84,7 +84,7 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCo
             if writer is not None and weighted > writer.part.weighted:
                 finish(writer)
                 writer = None
-            options = encoder.tokenizer, weighted, encoder.images is not None
+            options = encoder.tokenizer, weighted, encoder.images is not None, encoder.start is not None
             writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", *options)
             writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
@@ -146,9 +146,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 class _PartWriter:
     """Writes one Arrow stream file, one record batch at a time."""
 
-    def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool, images: bool) -> None:
+    def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool, images: bool, sources: bool) -> None:
         self._file = file
-        self._schema = store_schema(tokenizer, weighted, images)
+        self._schema, self._sources = store_schema(tokenizer, weighted, images, sources), sources
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self.part = Part(file.name, weighted=weighted)
@@ -175,6 +175,8 @@ class _PartWriter:
             _lists([None if mask is None else mask != 0 for mask in masks], np.bool_),
             pyarrow.array(weights, pyarrow.float64()),
         ]
+        if self._sources:
+            columns.append(pyarrow.array([row.source for row in rows], pyarrow.int64()))
         if self.part.weighted:
             columns.append(_lists([mask if _has_weights(mask) else None for mask in masks], np.float32))
         if PLACES in self._schema.names:
@@ -231,11 +233,13 @@ def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str, images: bool) -> None:
-    """Writes the files that `datasets.load_from_disk` needs besides the Arrow files, which may have `images`."""
+def write_dataset_files(
+    folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str, images: bool, sources: bool
+) -> None:
+    """Writes the files that `datasets.load_from_disk` needs besides the Arrow files, which may have `images` or `sources`."""
     import datasets  # imported here: it takes a second, and only preparing needs it
 
-    schema = store_schema(tokenizer, any(part.weighted for part in parts), images)
+    schema = store_schema(tokenizer, any(part.weighted for part in parts), images, sources)
     features = datasets.Features.from_arrow_schema(schema)
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {

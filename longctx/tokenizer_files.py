@@ -1,8 +1,9 @@
-"""Finds and copies the tokenizer files of a checkpoint, including its chat templates."""
+"""Finds and copies the tokenizer files of a checkpoint, including chat templates, and tells its decoder's first token."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,3 +33,18 @@ def copy(files: Iterable[Path], source: Path, target: Path) -> None:
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, target / file)
+
+
+def is_seq2seq(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config of transformers is of an encoder-decoder."""
+    causal = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
+    return bool(config.get("is_encoder_decoder")) and not causal
+
+
+def start_token(config: Mapping[str, Any]) -> int | None:
+    """Returns the token that the decoder of an encoder-decoder reads first; None for other models, or without one."""
+    if not is_seq2seq(config):
+        return None
+    decoder = config.get("decoder") or {}
+    known = config.get("decoder_start_token_id"), decoder.get("bos_token_id"), config.get("bos_token_id")
+    return next((int(token) for token in known if token is not None), None)

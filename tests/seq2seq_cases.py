@@ -54,8 +54,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 """Settings of the encoder and of the decoder: T5Gemma's own kinds of layers, none of them, and an encoder of another size."""
 
 
-def build_seq2seq(kind: str = "t5gemma", windows: Mapping[str, int] | None = None, **settings: Any) -> PreTrainedModel:
-    """Builds a model with eager attention; its weights are large enough for attention to matter."""
+def build_seq2seq(
+    kind: str = "t5gemma", windows: Mapping[str, int] | None = None, parts: Mapping[str, Any] | None = None, **settings: Any
+) -> PreTrainedModel:
+    """Builds a model with eager attention; its weights are large enough for attention to matter.
+
+    `parts`: settings of encoder and decoder."""
     size = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -68,15 +72,14 @@ def build_seq2seq(kind: str = "t5gemma", windows: Mapping[str, int] | None = Non
         "sliding_window": 9,
         "attn_logit_softcapping": 2.0,
     }
-    parts = {name: {**size, **given} for name, given in SETTINGS[kind].items()}
+    sizes = {name: {**size, **given, **(parts or {})} for name, given in SETTINGS[kind].items()}
     for name, window in (windows or {}).items():
-        parts[name]["sliding_window"] = window
+        sizes[name]["sliding_window"] = window
     torch.manual_seed(0)
     config = T5GemmaConfig(
-        **{name: T5GemmaModuleConfig(**part) for name, part in parts.items()},
-        vocab_size=VOCABULARY,
+        **{name: T5GemmaModuleConfig(**part) for name, part in sizes.items()},
         attn_implementation="eager",
-        **settings,
+        **{"vocab_size": VOCABULARY, **settings},
     )
     model: PreTrainedModel = T5GemmaForConditionalGeneration(config)
     with torch.no_grad():
@@ -99,14 +102,14 @@ def documents(
     return read, written, labels
 
 
-def unpacked(model: PreTrainedModel, *given: list[torch.Tensor]) -> float:
+def unpacked(model: PreTrainedModel, *given: list[torch.Tensor], start: int = START) -> float:
     """Returns the loss of one process that takes one document at a time, by the model's own code; leaves gradients."""
     read, written, labels = given or documents()
     targets = max(1, sum(int((label != IGNORED_LABEL).sum()) for label in labels))
     loss = 0.0
     for source, target, label in zip(read, written, labels, strict=True):
-        start = torch.cat([torch.tensor([START]), target[:-1]])[None]
-        part = model(input_ids=source[None], decoder_input_ids=start, labels=label[None], num_items_in_batch=targets).loss
+        inputs = torch.cat([torch.tensor([start]), target[:-1]])[None]
+        part = model(input_ids=source[None], decoder_input_ids=inputs, labels=label[None], num_items_in_batch=targets).loss
         part.backward()
         loss += part.item()
     return loss

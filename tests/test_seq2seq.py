@@ -1,7 +1,6 @@
 """Encoder-decoders with ring attention have the loss and the gradients of one process that takes document after document."""
 
 from itertools import product
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,8 +10,6 @@ import transformers
 
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.data.packing import PackingError, pack_documents, pack_seq2seq
-from longctx.model.checkpoint_files import PretrainedError
-from longctx.model.source import pretrained
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import build_model
@@ -188,12 +185,6 @@ def test_documents_that_do_not_match_the_plan_are_refused() -> None:
     ):
         with pytest.raises(PackingError, match=message):
             pack_seq2seq(plan, 0, *given[:2], start_token=START, labels=given[2] if len(given) > 2 else None)
-
-
-def test_the_trainer_names_the_way(tmp_path: Path) -> None:
-    build_seq2seq().save_pretrained(tmp_path)
-    with pytest.raises(PretrainedError, match=r"an encoder-decoder, .* own, with pack_seq2seq, as in examples/encoder_decoder"):
-        _ = pretrained(str(tmp_path), (), "auto", False).spec
 
 
 def step_of_the_example() -> tuple[float, dict[str, torch.Tensor], dict[int, int]]:

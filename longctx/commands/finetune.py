@@ -240,7 +240,8 @@ def _next(config: Config, export: Path) -> str:
     from longctx.model.vision import VISION_FAMILIES
 
     files = config.model_source().files
-    if config.masked.share is not None or (files is not None and files.config.model_type in VISION_FAMILIES):
+    other = files is not None and (files.seq2seq or files.config.model_type in VISION_FAMILIES)
+    if config.masked.share is not None or other:
         return f"evaluate it: longctx eval {shell(config.train.run_dir)} --store STORE"
     if config.lora.rank is None:
         return f"try it: longctx generate {shell(export)} --chat 'your question'"

@@ -65,11 +65,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _check_generates(checkpoint: str, config: Any) -> None:
-    """Raises UserError for an encoder, which transformers would load as if it were causal, and for one that reads images."""
+    """Raises UserError for encoders, which transformers would load as if they were causal, and other models that are not."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from longctx.model.checkpoint_files import MASKED_CLASS
     from longctx.model.vision import VISION_FAMILIES
+    from longctx.tokenizer_files import is_seq2seq
 
     if config.model_type in VISION_FAMILIES and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
@@ -81,6 +82,10 @@ def _check_generates(checkpoint: str, config: Any) -> None:
         raise UserError(
             f"{checkpoint} is an encoder ({names[0]}), which predicts masked tokens and cannot continue a text: use "
             "transformers' pipeline('fill-mask', ..)"
+        )
+    if is_seq2seq(config.to_dict()):
+        raise UserError(
+            f"{checkpoint} is an encoder-decoder, which answers a source: use generate() of transformers' AutoModelForSeq2SeqLM"
         )
 
 

@@ -132,6 +132,7 @@ FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
     "multi-token prediction": ("model.num_nextn_predict_layers", lambda config, spec: spec.predictions),
+    "the encoder": ("model.from_pretrained", lambda config, spec: spec.encoder_layers > 0),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.state_size for layer in spec.layers)),
 }
 """What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
@@ -168,6 +169,7 @@ def _rows() -> Iterator[Row]:
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _objectives()
+    yield from _encoder_decoders()
     yield from _policy()
     yield from _data()
     yield from _parallelism()
@@ -200,6 +202,16 @@ def _objectives() -> Iterator[Row]:
     yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
     yield Row("dpo.beta is not null", PREDICTIONS, "the loss of DPO is not one of single tokens")
     yield Row("parallel.pipeline_parallel_size > 1", PREDICTIONS, "the last stage would need the embedding of the first")
+
+
+def _encoder_decoders() -> Iterator[Row]:
+    encoder = Where("the encoder is true")
+    why = "it is not tested with an encoder and a decoder"
+    for setting in ("dpo.beta is not null", "policy.loss is not null", "train.freeze is not null", "train.compile is true"):
+        yield Row(setting, encoder, why)
+    yield Row("model.new_tokens is not null", encoder, "entries are added to causal models only")
+    yield Row("data.merge_prefixes is true", encoder, "a source has one target")
+    yield Row("context.ulysses_degree is not 1", encoder, "cross-attention has no Ulysses")
 
 
 def _policy() -> Iterator[Row]:

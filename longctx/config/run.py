@@ -107,10 +107,11 @@ class Config(BaseModel):
         """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Experts, linear attention and DoRA are not compiled; tiles would compile every block again for every number of tiles.
+        # Experts, linear attention, encoder-decoders and DoRA are not compiled; tiles would compile every block again for every
+        # number of tiles.
         if device != "cuda" or self.watches_checkpoint or self.lora.dora or self.lora.target_parameters:
             return False
-        if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
+        if spec is not None and (spec.encoder_layers or any(layer.experts or layer.state_size for layer in spec.layers)):
             return False
         zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
         splits_blocks = self.parallel.tensor_parallel_size > 1 or zero_bubble

@@ -1,7 +1,7 @@
 """Ledger of a block: the tensors that it keeps from forward to backward, and which modes of recomputation keep each of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longctx.config import Config
 from longctx.memory.kernels import FLOAT32
@@ -84,7 +84,7 @@ class BlockMemory:
         spared = self.stream if self.whole_norms or self.number == FLOAT32 else 0
         offloaded = fused and self.train.offload_activations
         block_input = Entry("attention", "input of the block", 0 if offloaded else self.stream, INPUT, spared)
-        self.entries = (block_input, *self._attention(), *self._swap(), *self._mlp())
+        self.entries = (block_input, *self._attention(), *self._cross(load.source), *self._swap(), *self._mlp())
 
     def _size(self, values: int, element_bytes: int | None = None) -> int:
         """Returns the bytes of a tensor with `values` values per token on all tensor ranks together."""
@@ -104,6 +104,12 @@ class BlockMemory:
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
         yield Entry("attention", "further norms", self._size(self.layer.attention_norms, self.norm_bytes), NONE)
         yield Entry("attention", "of adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
+
+    def _cross(self, source: int) -> Iterator[Entry]:
+        """Yields what cross-attention keeps: as much as the other attention, but K and V of the source."""
+        if self.layer.source_parameters:
+            keys = self.kv_row * source
+            yield from (replace(each, size=keys) if each.name == "K and V" else each for each in self._attention())
 
     def _swap(self) -> Iterator[Entry]:
         if not self.swapped_share:

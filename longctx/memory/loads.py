@@ -34,6 +34,7 @@ class Load:
         micro_batches: number of micro-batches of the step.
         swapped: rows of documents whose heads are swapped for tokens (Ulysses).
         kv_copies: ranks that have a copy of each KV head of these rows.
+        source: rows of `tokens` that an encoder reads.
         first: whether this is the first micro-batch of the step, before which there are no gradients.
         image_share: share of the tokens that are of images, if the model reads some.
     """
@@ -46,6 +47,7 @@ class Load:
     micro_batches: int
     swapped: int = 0
     kv_copies: int = 1
+    source: int = 0
     first: bool = False
     image_share: float = 1.0
 
@@ -68,12 +70,14 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         degree = int(least_degrees(np.array([config.max_length(ranks)]), domain, budget)[0])
     remote, most = (degree - 1) * budget, context.max_remote_tokens
     rounds = 1 if most is None else max(1, min(degree - 1, -(-remote // most)))
+    length = longest_document(degree, budget)
     plan = Plan(
         mode="static",
         winner="static",
         ranks=domain,
         tokens_per_rank=budget,
-        lengths=(longest_document(degree, budget),),
+        lengths=(length,),
+        sources=(length // 2,) if config.model_source().spec.encoder_layers else (),
         micro_batches=((Placement(0, 0, degree, rounds=rounds),),),
         profile=profile or run_profile(config, ranks).profile,
     )
@@ -91,13 +95,14 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
     spec = config.model_source().spec
     swapping = ulysses_degree(config, spec, plan, number)
     copies = max(1, swapping * config.parallel.tensor_parallel_size // spec.largest_layer.num_key_value_heads)
-    tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
+    tokens, swapped, sources = np.zeros((3, plan.ranks), dtype=np.int64)
     most = max(placement.rounds for placement in plan.micro_batches[number])
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, most + 1))
     for placement in plan.micro_batches[number]:
         length, degree = plan.lengths[placement.document], placement.degree
         ring = slice(placement.first_rank, placement.first_rank + degree)
         tokens[ring] += largest_shard(length, degree)
+        sources[ring] += largest_shard(plan.sources[placement.document], degree) if plan.sources else 0
         # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width per row, or a whole KV head.
         rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
         if rings > 1:
@@ -121,6 +126,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             micro_batches=len(plan.micro_batches),
             swapped=int(swapped[rank]),
             kv_copies=copies,
+            source=int(sources[rank]),
             first=number == 0,
         )
 

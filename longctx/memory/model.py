@@ -76,6 +76,8 @@ def _moments(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[L
     for load in candidates:
         for pipeline_rank in range(config.parallel.pipeline_parallel_size):
             yield from RankMemory(spec, config, ranks, load, fused, pipeline_rank).moments()
+        if spec.encoder_layers:
+            yield from RankMemory(spec, config, ranks, load, fused, 0, in_encoder=True).moments()
 
 
 class Weights:
@@ -132,27 +134,51 @@ class Weights:
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
 
-class RankMemory:
-    """A step of one pipeline rank under one load: the moments that may be its peak."""
+def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
+    """Returns a block with the mean number of parameters of encoder and decoder, which may differ much."""
+    matrices, others = (sum(getattr(layer, name) for layer in layers) for name in ("matrix_parameters", "other_parameters"))
+    return replace(layers[-1], matrix_parameters=matrices // len(layers), other_parameters=others // len(layers))
 
-    def __init__(self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, pipeline_rank: int) -> None:
+
+class RankMemory:
+    """A step of one pipeline rank under one load: the moments that may be its peak.
+
+    Those of an encoder-decoder are in the backward of its decoder, or `in_encoder` of its encoder, after that.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, pipeline_rank: int, in_encoder: bool = False
+    ) -> None:
         self.spec, self.config, self.load, self.fused, self.pipeline_rank = spec, config, load, fused, pipeline_rank
         self.recompute, self.split = config.train.recompute, config.parallel.tensor_parallel_size
         self.first, self.last = pipeline_rank == 0, pipeline_rank == config.pipeline.ranks - 1
+        self.heads = self.last and not in_encoder
         numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[pipeline_rank]
         held = [spec.layers[number] for number in numbers]
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
-        self.layer = max(held, key=lambda layer: layer.parameters)
-        kinds = [(layer.attends, layer.linear_kept, layer.linear_working) for layer in held]
-        self.blocks = {
-            kind: BlockMemory(
-                spec, config, replace(self.layer, attends=kind[0], linear_kept=kind[1], linear_working=kind[2]), load, fused
-            )
-            for kind in kinds
-        }
-        self.block = self.blocks[kinds[0]]
-        self.weights = Weights(spec, config, self.layer, held, self.first, self.last)
+        parts = [(held, load.tokens)]
+        if spec.encoder_layers:  # tokens of a part run through its own blocks
+            cut = spec.encoder_layers
+            parts = [(held[:cut], load.source), (held[cut:], load.tokens - load.source)][: 1 if in_encoder else 2]
+        self.kept = 0
+        for layers, tokens in parts:
+            self.layer = max(layers, key=lambda layer: layer.parameters)
+            sized, its_load = replace(spec, hidden_size=self.layer.hidden_size), replace(load, tokens=tokens)
+            kinds = [(layer.attends, layer.linear_kept, layer.linear_working) for layer in layers]
+            self.blocks = {
+                kind: BlockMemory(
+                    sized,
+                    config,
+                    replace(self.layer, attends=kind[0], linear_kept=kind[1], linear_working=kind[2]),
+                    its_load,
+                    fused,
+                )
+                for kind in kinds
+            }
+            self.block = self.blocks[kinds[0]]
+            self.kept += sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
+        self.weights = Weights(spec, config, _mean(held) if spec.encoder_layers else self.layer, held, self.first, self.last)
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
         # Each block of multi-token prediction keeps the later token's embedding, its norms with their outputs, and the gradient
@@ -164,11 +190,10 @@ class RankMemory:
             if not self.weights.trained_tower
             else round(self.block.number * spec.tower_values * load.tokens * load.image_share)
         )
-        self.kept = sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
         self.activations = self.kept + self.tables + predicted + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
-        self.kept_kv = 0 if self.recompute == "full" else sum(attends for attends, _, _ in kinds) * kept_kv
+        self.kept_kv = 0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix. Of the largest weight that DoRA
         # measures: the adapter's product, scaled, and their sum.
@@ -223,7 +248,7 @@ class RankMemory:
         """Yields the moments of the heaviest micro-batch that may be the peak."""
         for block in self.blocks.values():
             yield from self._block_moments(block)
-        if self.last:
+        if self.heads:
             yield from self._head_moments()
         yield self._end_of_backward()
         in_host_memory = self.fused and self.config.train.offload_optimizer
@@ -339,7 +364,7 @@ class RankMemory:
         """
         assert self.spec.vocab_size is not None
         compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.block.number < FLOAT32
-        numbers = min(tokens_at_once(compiled), self.load.tokens) * self.spec.vocab_size // self.split
+        numbers = min(tokens_at_once(compiled), self.block.tokens) * self.spec.vocab_size // self.split
         with_gradient = 2 * self.block.number * numbers
         if compiled:
             chunk = with_gradient

@@ -100,6 +100,11 @@ class CheckpointFiles:
         config.get_text_config().vocab_size += self.added
         return config
 
+    @property
+    def seq2seq(self) -> bool:
+        """Whether the model is an encoder-decoder, whose decoder is trained on targets given their sources."""
+        return not self.masked and tokenizer_files.is_seq2seq(self.config.to_dict())
+
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtype of each tensor, by the tensor's name."""

@@ -12,10 +12,12 @@ ENCODERS = (
 
 def auto_class(files: CheckpointFiles) -> tuple[Any, str]:
     """Returns the class of transformers that builds the model of a checkpoint, and what it builds."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     if files.masked:
         return AutoModelForMaskedLM, "a model for masked tokens"
+    if files.seq2seq:
+        return AutoModelForSeq2SeqLM, "an encoder-decoder"
     if files.config.model_type in VISION_FAMILIES:
         return AutoModelForImageTextToText, "a vision-language model"
     return AutoModelForCausalLM, "a causal language model"
@@ -28,11 +30,6 @@ def other_objective(files: CheckpointFiles) -> str:
     kind: str = files.config.model_type
     if files.masked:
         return f"; {ENCODERS}" if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else ""
-    if kind in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        return (
-            "; it is an encoder-decoder, which no command of longctx trains: train T5Gemma in a loop of your own, with "
-            "pack_seq2seq, as in examples/encoder_decoder.py"
-        )
     if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return f"; it reads images, and of such models only {', '.join(VISION_FAMILIES)} are supported"
     encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -47,7 +44,7 @@ def check_direction(model: Any, files: CheckpointFiles) -> None:
     name, flags = type(model).__name__, {getattr(module, "is_causal", None) for module in model.modules()} - {None}
     if files.masked and model.config.is_encoder_decoder:
         raise PretrainedError(f"{name} has an encoder and a decoder, of which only one could be trained: {ENCODERS}")
-    if flags != {files.masked}:
+    if files.seq2seq or flags != {files.masked}:
         return
     if files.masked:
         raise PretrainedError(f"{name} is causal (is_decoder is set in its config): {ENCODERS}")

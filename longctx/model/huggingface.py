@@ -104,9 +104,9 @@ class TransformersModel(Model):
         self.first_position = first_position(self.hf)
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
-        vars(self)["layers"] = self.hf.get_submodule(block_name(self.hf))
+        vars(self)["layers"] = self._blocks()
         vars(self)["tower"] = tower_blocks(self.hf) if is_vision(self.hf) else []
-        self.spec = spec_of(self.hf, self.layers, causal=not self.masked)
+        self.spec = self._sizes()
         if is_vision(self.hf):
             parameters, values = tower_sizes(self.hf)
             self.spec = replace(self.spec, tower_parameters=parameters, tower_values=values)
@@ -117,6 +117,13 @@ class TransformersModel(Model):
         """Whether logits are just hidden states times the output weight."""
         self.kinds: frozenset[Kind] = frozenset()
         self._device = torch.device("cpu")
+
+    def _blocks(self) -> nn.ModuleList:
+        blocks: nn.ModuleList = self.hf.get_submodule(block_name(self.hf))
+        return blocks
+
+    def _sizes(self) -> ModelSpec:
+        return spec_of(self.hf, self.layers, causal=not self.masked)
 
     def forward(
         self,
@@ -132,10 +139,7 @@ class TransformersModel(Model):
         `images` are those of the micro-batch, if any rank has some; `positions` may then be [axes, tokens].
         """
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
-        missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without tokens gets one padding token
-        arguments = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
-        if positions is not None:
-            arguments["position_ids"] = F.pad(positions, (0, missing)).unsqueeze(-2) + self.first_position
+        arguments = self._arguments(tokens, positions, attention)
         if images is not None:
             arguments["mm_encoder_outputs"], anchor = encode_images(self.hf, images)
         if head is None:
@@ -145,6 +149,11 @@ class TransformersModel(Model):
             hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
         hidden = hidden if images is None else hidden + anchor
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
+
+    def _arguments(self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any) -> dict[str, Any]:
+        """Returns the arguments of the model of transformers."""
+        arguments = {"input_ids": row(tokens), "use_cache": False, "ring_attention": attention}
+        return arguments if positions is None else {**arguments, "position_ids": row(positions) + self.first_position}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers' forward without the blocks."""
@@ -198,8 +207,11 @@ class TransformersModel(Model):
         if leaves_gradients():
             self.hf.set_experts_implementation("eager")  # one expert after the other
         with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
-            self.kinds = check_packed(self.hf, self._as_transformers, dtype, causal=not self.masked)
+            self._check(dtype)
             self._choose_head(dtype)
+
+    def _check(self, dtype: torch.dtype) -> None:
+        self.kinds = check_packed(self.hf, self._as_transformers, dtype, causal=not self.masked)
 
     def _fill_buffers(self, device: torch.device) -> None:
         """Reads persistent buffers from the checkpoint; transformers computes the others, if all else is marked initialized."""
@@ -284,14 +296,21 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "text_config"} | of_text
 
 
+def row(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns [.., 1, tokens] of [.., tokens], with one padding token if there are none, which models cannot reshape."""
+    return F.pad(tensor, (0, int(not tensor.shape[-1]))).unsqueeze(-2)
+
+
 class _Given(nn.Module):
     """Replaces the base model and returns given hidden states."""
 
-    def __init__(self, hidden: torch.Tensor, base: nn.Module) -> None:
+    def __init__(self, hidden: torch.Tensor, base: Any) -> None:
         super().__init__()
         self.out = _Out(hidden)
         # Some forwards read numbers of their base model, such as Falcon-H1's multiplier of logits.
         vars(self).update({name: value for name, value in vars(base).items() if isinstance(value, float)})
+        if getattr(getattr(base, "config", None), "is_encoder_decoder", False):  # its head reads the decoder's config
+            vars(self)["get_decoder"] = base.get_decoder
 
     def forward(self, *_: Any, **__: Any) -> "_Out":
         return self.out
@@ -319,7 +338,10 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = (), masked:
 
     Transformers decides the same for every pair of tied weights. Raises PretrainedError if only some pairs differ.
     """
-    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
+    files = replace(CheckpointFiles.open(source), masked=masked)
+    if rope and files.seq2seq:
+        raise PretrainedError(f"{source} is an encoder-decoder, of which both parts have RoPE of their own: omit model.rope_*")
+    files = replace(files, rope=rope)
     ties = any(getattr(config, "tie_word_embeddings", False) for config in (files.config, files.config.get_text_config()))
     if not ties or (files.folder / DESCRIBED).is_file():
         return files
@@ -370,9 +392,15 @@ def _build(files: CheckpointFiles) -> Any:
             f"transformers cannot build {what} from {files.folder}: {brief(error)}{other_objective(files)}"
         ) from error
     check_direction(model, files)
+    if not files.seq2seq:  # which are told first why their attention is not supported
+        check_base(model)
+    return model
+
+
+def check_base(model: Any) -> None:
+    """Raises PretrainedError if a model has no base model that returns hidden states."""
     if model.base_model is model:
         raise PretrainedError(f"{type(model).__name__} has no base model that returns hidden states: it cannot be trained here")
-    return model
 
 
 def block_name(hf: Any) -> str:

@@ -44,6 +44,30 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelS
     )
 
 
+def spec_of_seq2seq(hf: Any) -> ModelSpec:
+    """Returns the sizes of an encoder-decoder: blocks of the encoder, then of the decoder."""
+    encoder, decoder = hf.get_encoder(), hf.get_decoder()
+    windows = [None if window is None else window + 1 for window in _windows(encoder.config)]  # leaves out the token itself
+    read, written = [], []
+    for block, window in zip(encoder.layers, windows, strict=True):
+        read.append(replace(_layer_spec(encoder.config, block), window=window))
+    for block, window in zip(decoder.layers, _windows(decoder.config), strict=True):
+        layer = _layer_spec(decoder.config, block)
+        keys = 2 * encoder.config.hidden_size * layer.num_key_value_heads * layer.head_dim
+        written.append(replace(layer, window=window, source_parameters=keys))
+    embedding, head = decoder.get_input_embeddings().weight, hf.get_output_embeddings()
+    spec = ModelSpec(
+        layers=(*read, *written),
+        hidden_size=decoder.config.hidden_size,
+        vocab_size=embedding.shape[0],
+        tie_word_embeddings=head is not None and head.weight is embedding,
+        attention_softcap=getattr(decoder.config, "attn_logit_softcapping", None) or 0.0,
+        encoder_layers=len(read),
+    )
+    whole = sum(parameter.numel() for parameter in hf.parameters())
+    return replace(spec, position_parameters=whole - spec.parameters)  # the encoder's embedding and last norm
+
+
 def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     """Returns the sizes of a block; experts that a token does not use count as parameters, not as operations."""
     experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))

@@ -103,7 +103,7 @@ def pretrained(
     Raises PretrainedError if the checkpoint cannot be used.
     """
     from longctx.model.checkpoint_files import PretrainedError
-    from longctx.model.huggingface import TransformersSource, open_checkpoint, with_entries
+    from longctx.model.huggingface import open_checkpoint, with_entries
     from longctx.model.pretrained_decoder import NativeSource
 
     files = with_entries(open_checkpoint(source, rope, masked), entries)
@@ -116,12 +116,20 @@ def pretrained(
             f"transformers' own code cannot split a model over ranks: {UNSPLIT}, or choose model.implementation native"
         )
     if implementation == "transformers" or (implementation == "auto" and not split):
-        return TransformersSource(files, f"transformers' own code runs it, {why}")
+        return run_by_transformers(files, f"transformers' own code runs it, {why}")
     try:
         return NativeSource(files, f"the native decoder runs it, {why}")
     except NoNativeModel as error:
         ways = " and ".join(["choose model.implementation transformers"] * (implementation == "native") + [UNSPLIT] * split)
         raise PretrainedError(f"the native decoder cannot run {source}: {error}; {ways}") from error
+
+
+def run_by_transformers(files: "CheckpointFiles", said: str = "") -> ModelSource:
+    """Returns a checkpoint that transformers' own code runs."""
+    from longctx.model.huggingface import TransformersSource
+    from longctx.model.seq2seq import Seq2SeqSource
+
+    return (Seq2SeqSource if files.seq2seq else TransformersSource)(files, said)
 
 
 @cache
@@ -138,5 +146,7 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
     from longctx.model.lora import AdaptedSource
 
     files = open_checkpoint(source, rope, masked)
+    if files.seq2seq:
+        raise LoraError(f"{source} is an encoder-decoder, on which adapters are not tested: omit lora.rank")
     why = "transformers' own code runs it, as LoRA requires"
     return AdaptedSource(files, why, lora=lora, dtype=getattr(torch, dtype))

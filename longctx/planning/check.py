@@ -82,6 +82,18 @@ def check_trees(trees: Trees, lengths: Sequence[int]) -> None:
             )
 
 
+def check_sources(sources: Sequence[int], lengths: Sequence[int], trees: Trees) -> None:
+    """Raises PlanError if sources are not those of documents of these lengths, each with a target after it."""
+    if sources and (trees or len(sources) != len(lengths)):
+        raise PlanError(
+            f"there are {len(sources)} sources and {len(trees)} trees, but {len(lengths)} documents: give one source for each, "
+            "and no trees"
+        )
+    for document, (source, length) in enumerate(zip(sources, lengths, strict=bool(sources))):
+        if not 1 <= source < length:
+            raise PlanError(f"document {document} has {length} tokens, {source} of the source: needs one or more of each part")
+
+
 def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_rank: int) -> str:
     document = int(unfit[lengths[unfit].argmax()])
     length = lengths[[document]]

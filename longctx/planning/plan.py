@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from longctx.errors import UserError
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.layout import Layout, Placement
+from longctx.planning.layout import CrossLayout, Layout, Placement
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.tree import Trees
 
@@ -66,6 +66,7 @@ class Plan:
         cost: modelled cost; None if the plan was not scored.
         planning_ms: planning time in milliseconds; not part of the hash.
         trees: documents that are trees, by document.
+        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; else empty.
     """
 
     mode: str
@@ -79,6 +80,7 @@ class Plan:
     cost: PlanCost | None = None
     planning_ms: float = 0.0
     trees: Trees = field(default_factory=dict, hash=False)
+    sources: tuple[int, ...] = ()
 
     @property
     def score(self) -> PlanCost:
@@ -130,6 +132,15 @@ class Plan:
             raise ValueError(f"rank {rank} is not in this plan's domain of {self.ranks} ranks, counted from 0")
         return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.trees)
 
+    def cross_layout(self, micro_batch: int, rank: int) -> CrossLayout:
+        """Returns the tokens of `rank` in sources and in targets, each cut by its own length at the document's degree.
+
+        So a rank may hold a few tokens more than in the plan, by rounding: fewer than four per split document.
+        """
+        placements = self.micro_batches[micro_batch]
+        targets = [length - source for length, source in zip(self.lengths, self.sources, strict=True)]
+        return CrossLayout.of(placements, targets, placements, self.sources, micro_batch, rank)
+
     def to_json(self) -> dict[str, Any]:
         """Returns plain data for `json.dump`."""
         return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}
@@ -148,4 +159,5 @@ class Plan:
             "pipeline": asdict(self.pipeline),
             "planning_ms": self.planning_ms,
             **({"trees": {str(document): asdict(tree) for document, tree in self.trees.items()}} if self.trees else {}),
+            **({"sources": list(self.sources)} if self.sources else {}),
         }

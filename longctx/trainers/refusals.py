@@ -77,6 +77,8 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
 
 
 def _model_problems(trainer: Any) -> Iterator[str]:
+    if trainer.model.config.is_encoder_decoder:
+        yield "the model is an encoder-decoder, whose batches have sources and targets: use longctx finetune"
     for config in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {}).values():
         if config.is_prompt_learning:
             yield f"{config.peft_type.value} adds virtual tokens to every document: use adapters of matrices, such as LoRA"

@@ -30,7 +30,7 @@ from longctx.parallel.tensor import parallelize
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.ulysses import choose_ulysses_degree
 from longctx.planning.cost.work import split_layers
-from longctx.planning.layout import Layout, Span
+from longctx.planning.layout import CrossLayout, Layout, Span
 from longctx.planning.plan import Plan
 from longctx.training.clock import StepClock
 
@@ -137,13 +137,15 @@ def make_attention(
     mesh: Mesh,
     spec: ModelSpec,
     plan: Plan,
-    layout: Layout,
+    layout: Layout | CrossLayout,
     clock: StepClock | None = None,
     exchange: type[Exchange] = Exchange,
+    causal: bool | None = None,
     blocks: Mapping[int, Sequence[Span]] | None = None,
 ) -> MakeAttention:
     """Makes the attention of this rank in one micro-batch of a plan, as configured in `config.context`; timed by `clock`.
 
+    `causal`: whether tokens see only earlier ones; None: as the model says.
     `blocks`: spans of documents whose tokens also see the later ones of their span.
     """
     timed: dict[str, Any] = {"exchange": exchange}
@@ -157,7 +159,7 @@ def make_attention(
             degree,
             group=mesh.exchange,
             across=mesh.across,
-            mask=Mask(causal=spec.causal, window=window, blocks=blocks or {}),
+            mask=Mask(causal=spec.causal if causal is None else causal, window=window, blocks=blocks or {}),
             scale=scale,
             softcap=softcap,
             kernel=context.kernel,
@@ -173,6 +175,8 @@ def make_attention(
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
     """Returns the Ulysses degree of a micro-batch, from the settings or by the cost model."""
+    if spec.encoder_layers:
+        return 1
     degree, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
     if degree != "auto":
         return degree

@@ -1,5 +1,6 @@
 """Checks of a run across settings, stores and model, before its processes join."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from longctx.model.source import UNSPLIT, ModelSource
 from longctx.model.vision import VISION_FAMILIES
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
+from longctx.tokenizer_files import start_token
 from longctx.training.data import RunData, make_masking
 from longctx.training.optimizer import group_of
 from longctx.training.saved.checkpoint import Checkpoint
@@ -113,6 +115,26 @@ def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
             )
 
 
+def check_sources(stores: Mapping[str, Store | None], source: ModelSource) -> None:
+    """Raises UserError unless an encoder-decoder has stores of sources and targets, and other models have none.
+
+    `stores` are named by setting or option.
+    """
+    files, start = source.files, None
+    if files is not None and files.seq2seq:
+        start = start_token(files.config.to_dict())
+
+    def said(token: int | None) -> str:
+        return "documents without sources" if token is None else f"sources and targets that begin with token {token}"
+
+    for key, store in stores.items():
+        if store is not None and store.start_token != start:
+            raise UserError(
+                f"{key} {store.said} has {said(store.start_token)}, but the model needs {said(start)}: prepare it again with "
+                "the tokenizer of the model (longctx prepare --tokenizer)"
+            )
+
+
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
     """Raises UserError if the model does not fit the stores.
 
@@ -121,6 +143,7 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
     if config.model.from_pretrained is not None:
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
         make_masking(config, data.store, config.train.seed)
+    check_sources({"data.store": data.store, "eval.store": data.validation}, source)
     _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
     for store in filter(None, (data.store, data.validation)):

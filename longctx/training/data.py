@@ -163,6 +163,7 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
         bins=None if static else context.bins,
         max_remote_tokens=context.max_remote_tokens,
         pipeline=config.pipeline,
+        encoder_attention=config.model_source().spec.encoder_attention,
     )
 
 

@@ -240,14 +240,14 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 """Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data sheets."""
 
 
-def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
-    """Returns the FLOPs of forward and backward over documents of these lengths, with `trees` among them.
+def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES, sources: Sequence[int] = ()) -> int:
+    """Returns the FLOPs of forward and backward over documents of these lengths, with `trees` among them, or `sources` in all.
 
     `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding are
     not counted.
     """
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) - 2 * spec.frozen_multiplied * sum(lengths)
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_multiplied * sum(lengths)
 
 
 def gpu_kind(device_name: str) -> str | None:

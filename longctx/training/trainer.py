@@ -291,7 +291,8 @@ class Trainer:
             peak = peak_flops(torch.cuda.get_device_name(device), self.config.dtype)
         if peak is None:
             return None
-        return model_flops(self.model.spec, batch.plan.lengths, batch.plan.trees) / (seconds * peak * self.mesh.world_size)
+        plan = batch.plan
+        return model_flops(self.model.spec, plan.lengths, plan.trees, plan.sources) / (seconds * peak * self.mesh.world_size)
 
     def _gather(
         self, batch: StepBatch, losses: torch.Tensor, squares: float, measured: Mapping[str, float]
@@ -309,7 +310,7 @@ class Trainer:
             "squares": squares,
             "plan": math.nan if next_hash is None else number_of(next_hash),
             "loss": float(losses.double().sum()) if counts else 0.0,
-            "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
+            "rows": float(sum(micro_batch.rows for micro_batch in batch.micro_batches)) if counts else 0.0,
             "bubble_share": idle_share,
             "data_wait_s": batch.data_wait_s,
             "attention_s": spent[ATTENTION],

@@ -86,6 +86,7 @@ class Documents:
             partly=store.partly_trained,
             left_out=~chosen,
             pairs=store.pairs,
+            unsplit=store.unsplit,
         )
         tokens, multiple = config.batch.global_tokens, padding(config)
         masking = make_masking(config, store, seed=0)

@@ -174,9 +174,9 @@ def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int
 def tight_bound_s(plan: Plan) -> float:
     """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline.
 
-    With trees it is the lower bound, which alone knows their areas.
+    With trees or sources it is the lower bound, which alone knows their areas.
     """
-    if plan.trees:
+    if plan.trees or plan.sources:
         return plan.lower_bound_s
     lengths = np.array(plan.lengths, dtype=np.int64)
     tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS

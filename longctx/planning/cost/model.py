@@ -6,6 +6,7 @@ makespan is never below its bound. Every rank of a ring pays for attention, even
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,10 +66,17 @@ def log2(x: Floats) -> Floats:
     return result
 
 
-def attention_pairs(lengths: Integers, trees: Trees) -> Floats:
-    """Returns the attention area of every document: its length squared, or that of its tree (`Tree.pairs`)."""
+def attention_pairs(lengths: Integers, trees: Trees, sources: Sequence[int] = (), encoder_attention: float = 1.0) -> Floats:
+    """Returns the attention area of every document: its length squared, or that of its tree (`Tree.pairs`).
+
+    With `sources`, a decoder's attention to its n tokens counts n², to a source of s tokens 2·n·s, and the encoder's, in both
+    directions, 2·s², times its size relative to the decoder's.
+    """
     s = lengths.astype(np.float64)
     pairs: Floats = s * s
+    if sources:
+        read = np.array(sources, dtype=np.float64)
+        pairs = (s - read) * (s + read) + 2 * encoder_attention * read * read
     for document, tree in trees.items():
         pairs[document] = tree.pairs
     return pairs

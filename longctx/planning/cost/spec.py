@@ -38,6 +38,8 @@ class LayerSpec:
             them, which are part of `matrix_parameters` and `idle_parameters`; 0 without experts.
         mlp_matrices: 3 in a gated MLP, 2 in a plain one.
         query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
+        source_parameters: part of `matrix_parameters` that multiplies tokens of the source: K and V of a decoder's
+            cross-attention; 0 without an encoder.
         attends: whether it has softmax attention, whose operations and exchange grow with the document.
         state_size: values of linear attention's state and of its transition, which segments of a split document send to each
             other; 0: no linear attention. The operations on the state, a few per value and token, are not counted.
@@ -74,6 +76,7 @@ class LayerSpec:
     state_size: int = 0
     linear_kept: int = 0
     linear_working: int = 0
+    source_parameters: int = 0
 
     @property
     def routed_size(self) -> int:
@@ -136,6 +139,8 @@ class ModelSpec:
         frozen_embedding, frozen_head: whether the embedding and the output projection are not trained.
         frozen_outside: number of parameters outside of the blocks that are not trained, these included.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
+        encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
+            targets run through the others. 0: there is no encoder.
         tower_parameters: parameters of an encoder of images, with what projects its features.
         tower_values: values that it keeps for backward for a token of an image. Its operations are not counted.
     """
@@ -154,6 +159,7 @@ class ModelSpec:
     frozen_head: bool = False
     frozen_outside: int = 0
     causal: bool = True
+    encoder_layers: int = 0
     tower_parameters: int = 0
     tower_values: int = 0
 
@@ -225,12 +231,30 @@ class ModelSpec:
         in_blocks = sum(layer.matrix_parameters + layer.adapter_parameters for layer in self.layers)
         return in_blocks + self.head_parameters
 
-    def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
+    @property
+    def encoder_attention(self) -> float:
+        """Operations of the encoder's attention per pair of tokens, relative to the decoder's; 1 without an encoder."""
+        sizes = [layer.num_attention_heads * layer.head_dim for layer in self.layers]
+        return sum(sizes[: self.encoder_layers]) / sum(sizes[self.encoder_layers :]) if self.encoder_layers else 1.0
+
+    def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES, sources: Sequence[int] = ()) -> int:
         """Returns the operations of a forward pass over documents of these lengths, of which some are trees.
 
         Needs `vocab_size`. A node of a tree adds to a sequence up to its start the operations of a sequence up to its end.
         """
+        if sources:
+            return sum(self._pair_flops(source, length - source) for source, length in zip(sources, lengths, strict=True))
         runs = [(0, length) for document, length in enumerate(lengths) if document not in trees]
         runs += [node.positions for tree in trees.values() for node in tree.nodes]
         flops = (layer.attention_flops(stop) - layer.attention_flops(start) for layer in self.layers for start, stop in runs)
         return 2 * self.multiplied_parameters * sum(lengths) + sum(flops) * (1 if self.causal else 2)
+
+    def _pair_flops(self, source: int, target: int) -> int:
+        """Returns the operations of a forward pass over a source and its target."""
+        encoder, decoder = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
+        of_source = sum(layer.matrix_parameters for layer in encoder) + sum(layer.source_parameters for layer in decoder)
+        of_target = sum(layer.matrix_parameters - layer.source_parameters for layer in decoder) + self.head_parameters
+        seen = sum(2 * layer.attention_flops(source) for layer in encoder)
+        seen += sum(layer.attention_flops(target) for layer in decoder)
+        crossed = 4 * source * target * sum(layer.num_attention_heads * layer.head_dim for layer in decoder)
+        return 2 * (of_source * source + of_target * target) + seen + crossed

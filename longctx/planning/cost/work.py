@@ -73,7 +73,9 @@ def work_of(
     `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Every stage receives [tokens, hidden] / tp
     in forward and in backward. Queries are computed while K and V travel, also in a forward that is recomputed with attention;
     the gradient of their input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows
-    are not counted: plans assume full attention. Raises ProfileError if tp does not divide the KV heads.
+    are not counted: plans assume full attention. With an encoder, a token is taken as half one of a source and half one of a
+    target, and attention is the decoder's (`ModelSpec.encoder_attention`). Raises ProfileError if tp does not divide the KV
+    heads.
     """
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
@@ -83,18 +85,20 @@ def work_of(
     matrices = sum(layer.matrix_parameters + layer.idle_parameters for layer in layers) + head
     experts, expert_ranks = sum(layer.expert_parameters for layer in layers), expert * tensor
     attending = [layer for layer in layers if layer.attends]
-    heads = sum(layer.num_attention_heads * layer.head_dim for layer in attending) / tensor
+    decoder, share = attending[spec.encoder_layers :], 2 if spec.encoder_layers else 1
+    heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
     element_bytes, passes = ELEMENT_BYTES[dtype], 3 + again - keep_kv
     kv_bytes = sum(
-        kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes) for layer in attending
+        kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes)
+        for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
     )
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
-        computed=_computed(spec, layers, head, recompute) / tensor,
+        computed=_computed(spec, layers, head, recompute) / tensor / share,
         # Profiles need positive constants, also for models without softmax attention.
         attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
-        kv_bytes=max(1, kv_bytes),
+        kv_bytes=max(1, kv_bytes // share),
         tensor=tensor,
         tensor_bytes=_tensor_bytes(len(layers), hidden_bytes, recompute, tensor),
         pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,

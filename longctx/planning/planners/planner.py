@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import least_degrees
-from longctx.planning.check import check_lengths, check_plan, check_settings, check_trees
+from longctx.planning.check import check_lengths, check_plan, check_settings, check_sources, check_trees
 from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
 from longctx.planning.hardware_profile import HardwareProfile
@@ -43,6 +43,8 @@ def make_plan(
     max_remote_tokens: int | None = None,
     pipeline: Pipeline = NO_PIPELINE,
     trees: Trees = NO_TREES,
+    sources: Sequence[int] = (),
+    encoder_attention: float = 1.0,
 ) -> Plan:
     """Plans one optimizer step.
 
@@ -59,6 +61,9 @@ def make_plan(
             at once. None: as many rounds as hide the exchange (see `rounds`).
         pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
         trees: documents that are trees, by document; see `longctx.planning.tree`.
+        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; empty: no model
+            with an encoder.
+        encoder_attention: operations of attention of the encoder per pair of tokens, relative to those of the decoder.
 
     Returns:
         A checked plan with micro-batches in descending order of time; in a pipeline the longest ones are in the middle.
@@ -70,7 +75,9 @@ def make_plan(
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     check_trees(trees, lengths)
+    check_sources(sources, sizes.tolist(), trees)
     step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens, pipeline=pipeline, trees=trees)
+    step = replace(step, sources=tuple(sources), encoder_attention=encoder_attention)
     best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     placements, timed = _in_order(best, pipeline)
     plan = Plan(
@@ -84,6 +91,7 @@ def make_plan(
         pipeline=pipeline,
         cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline, step.pairs),
         trees=dict(trees),
+        sources=tuple(sources),
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
     check_plan(plan)

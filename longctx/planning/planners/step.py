@@ -37,11 +37,13 @@ class Step:
     block: int = 1
     pipeline: Pipeline = NO_PIPELINE
     trees: Trees = field(default_factory=dict)
+    sources: tuple[int, ...] = ()
+    encoder_attention: float = 1.0
 
     @cached_property
     def pairs(self) -> Floats:
         """Attention area of each document."""
-        return attention_pairs(self.lengths, self.trees)
+        return attention_pairs(self.lengths, self.trees, self.sources, self.encoder_attention)
 
     @cached_property
     def single_ns(self) -> Integers:

@@ -21,14 +21,16 @@ from longctx.model.checkpoint_writer import CheckpointWriter, Planned, planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
-from longctx.model.huggingface import TransformersSource, open_checkpoint
+from longctx.model.huggingface import open_checkpoint
 from longctx.model.lora import ADAPTERS, AdaptedModel, write_adapter
 from longctx.model.options import Lora
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
+from longctx.model.source import run_by_transformers
 from longctx.model.vision import VISION_CLASS, is_vision_checkpoint
 from longctx.parallel.host_memory import returned_when_freed
+from longctx.tokenizer_files import is_seq2seq
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
@@ -192,7 +194,7 @@ def _build(saved: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
         if "transformers" in described:
             if source is None:
                 raise ExportError(f"{kept}, the config of the model, is missing: restore config.json and {DESCRIBED} there")
-            return TransformersSource(source).build(), source
+            return run_by_transformers(source).build(), source
         shape = ModelShape.model_validate(described)
         if source is None:
             return Decoder(shape), None
@@ -320,7 +322,9 @@ def how_to_load(folder: Path) -> str:
             f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
             "or merge: longctx export RUN OUT --merge"
         )
-    (architecture,) = json.loads((folder / "config.json").read_text("utf-8"))["architectures"]
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (architecture,) = config["architectures"]
     kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
+    kind = "AutoModelForSeq2SeqLM" if is_seq2seq(config) else kind
     kind = VISION_CLASS if is_vision_checkpoint(folder) else kind
     return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"
