@@ -115,7 +115,7 @@ OPTIONS = {
     "recompute, attention kept": ["train.recompute=selective", "parallel.reduce_after=micro_batch"],
     "recompute of the MLP": ["train.recompute=mlp", "train.mlp_tile_tokens=16"],
     "exchange in stages, copies": ["context.max_remote_tokens=8", "context.keep_kv=true", "parallel.shard_ranks=1"],
-    "padding": ["batch.pad_to_multiple_of=16", "context.deterministic=true"],
+    "padding": ["batch.pad_to_multiple_of=12", "context.deterministic=true"],
 }
 
 
