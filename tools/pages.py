@@ -49,7 +49,7 @@ def names() -> str:
             lines += ["", line]
         elif line.startswith("::: "):
             path = line.removeprefix("::: ").strip()
-            lines += ["", f"### {path.rpartition('.')[2]}", "", "```python", f"{path}{parameters(named(path))}", "```", ""]
+            lines += ["", f"### {path.rpartition('.')[2]}", "", "```text", f"{path}{parameters(named(path))}", "```", ""]
             lines.append(" ".join(inspect.getdoc(named(path)).split("\n\n")[0].split()))  # type: ignore[union-attr]
     return "\n".join([*lines, ""])
 

@@ -166,16 +166,8 @@ class RankMemory:
             self.layer = max(layers, key=lambda layer: layer.parameters)
             sized, its_load = replace(spec, hidden_size=self.layer.hidden_size), replace(load, tokens=tokens)
             kinds = [(layer.attends, layer.linear_kept, layer.linear_working) for layer in layers]
-            self.blocks = {
-                kind: BlockMemory(
-                    sized,
-                    config,
-                    replace(self.layer, attends=kind[0], linear_kept=kind[1], linear_working=kind[2]),
-                    its_load,
-                    fused,
-                )
-                for kind in kinds
-            }
+            alike = {kind: replace(self.layer, attends=kind[0], linear_kept=kind[1], linear_working=kind[2]) for kind in kinds}
+            self.blocks = {kind: BlockMemory(sized, config, layer, its_load, fused) for kind, layer in alike.items()}
             self.block = self.blocks[kinds[0]]
             self.kept += sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
         self.weights = Weights(spec, config, _mean(held) if spec.encoder_layers else self.layer, held, self.first, self.last)
