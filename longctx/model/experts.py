@@ -187,3 +187,8 @@ class _Take(torch.autograd.Function):
         if len(back) != ctx.taken:
             total = total.unflatten(0, (ctx.taken, len(back) // max(1, ctx.taken))).sum(1)
         return total, None, None
+
+
+def stacks_experts(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter of transformers has the matrices of several experts, unlike a depthwise convolution."""
+    return parameter.dim() == 3 and min(parameter.shape[1:]) > 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from longctx.model.experts import Experts
+from longctx.model.experts import Experts, stacks_experts
 from longctx.model.options import FreezeError
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
@@ -83,7 +83,7 @@ class PartlyFrozen:
 
 def _partly_frozen_layer(layer: LayerSpec, block: torch.nn.Module, frozen: Collection[torch.Tensor]) -> LayerSpec:
     experts = {weight for module in block.modules() if isinstance(module, Experts) for weight in module.parameters()}
-    experts |= {weight for weight in block.parameters() if weight.dim() == 3}
+    experts |= set(filter(stacks_experts, block.parameters()))
     held = sum(weight.numel() for weight in experts)
     of_experts = sum(weight.numel() for weight in experts if weight in frozen)
     matrices = sum(weight.numel() for weight in block.parameters() if weight.dim() > 1 and weight in frozen)

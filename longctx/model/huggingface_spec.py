@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from longctx.attention.linear.huggingface import linear_layers, state_size
+from longctx.model.experts import stacks_experts
 from longctx.model.linear_memory import linear_memory
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
@@ -75,14 +76,14 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     for parameter in block.parameters():
         if parameter.dim() > 1:
             matrices += parameter.numel()
-            visited += parameter.numel() * chosen // experts if parameter.dim() == 3 else parameter.numel()
+            visited += parameter.numel() * chosen // experts if stacks_experts(parameter) else parameter.numel()
     heads = _first(config, ("num_attention_heads", "num_heads"))  # the latter of models that have only linear attention
     assert heads is not None
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
     if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys
         kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     width = _first(config, WIDTHS) or 4 * config.hidden_size
-    if any(parameter.dim() == 3 for parameter in block.parameters()):  # blocks without experts may come first
+    if any(map(stacks_experts, block.parameters())):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
     linear = linear_layers(block)
     kept, working = zip((0, 0), *(linear_memory(each, kind, config.hidden_size) for each, kind in linear.items()), strict=True)
