@@ -134,24 +134,25 @@ RECIPES = (
 )
 
 
-@cache
 def stand_in(name: str) -> str:
-    """Returns a folder with the config of a checkpoint, and no weights. It is removed when Python ends."""
+    """Returns a folder with the config of a checkpoint, and no weights."""
+    return _config_folder(name).name
+
+
+@cache
+def _config_folder(name: str) -> tempfile.TemporaryDirectory[str]:
+    """Makes the folder, which is removed when Python ends."""
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     folder = tempfile.TemporaryDirectory()
-    FOLDERS.append(folder)
     values = dict(MODELS[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     kind = AutoModelForMaskedLM if config.model_type == "modernbert" else AutoModelForCausalLM
     config.architectures = [kind._model_mapping[type(config)].__name__]
     config.save_pretrained(folder.name)
     save_file({}, f"{folder.name}/model.safetensors")
-    return folder.name
-
-
-FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+    return folder
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,6 @@ def _optimizers() -> Iterator[Row]:
     constant = Where("optimizer.schedule is constant", ("optimizer.schedule=cosine",))
     yield Row("optimizer.min_learning_rate_ratio is not 0.1", constant, "it has no effect")
     eight_bit = Where("optimizer.name is adamw-8bit", ("optimizer.name=adamw",))
-    adafactor = Where("optimizer.name is adafactor", ("optimizer.name=adamw",))
     yield Row("train.offload_optimizer is true", eight_bit, "8-bit moments stay on the device")
 
 
