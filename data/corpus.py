@@ -208,13 +208,10 @@ class Corpus:
     def _documents(self, record: Record) -> list[Document]:
         try:
             documents = parse_record(record.values, record.name, record.source_bytes, self.text_column, self.bad_answers)
-            folders = [self.root / Path(record.name).parent, self.root]
-            return [
-                replace(document, images=tuple(located(image, folders) for image in document.images))
-                if document.images
-                else document
-                for document in documents
-            ]
+            if not any(document.images for document in documents):
+                return documents
+            folders = [] if self.hub is not None else [self.root / Path(record.name).parent, self.root]
+            return [replace(each, images=tuple(located(image, folders) for image in each.images)) for each in documents]
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
 

@@ -152,12 +152,13 @@ class Encoder:
             return row
         if self.long_documents == "drop":
             return row._replace(too_long=True)
-        cuts = self.long_documents in TRUNCATED
-        if not cuts or row.document.format == PAIRS or row.images or row.source:
-            why = f"{'images' if row.images else 'the prompt of a pair'} cannot be cut: " if cuts else ""
+        of_pair = row.document.format == PAIRS
+        uncut = "images" if row.images else "a source" if row.source else "the prompt of a pair" if of_pair else ""
+        if uncut or self.long_documents not in TRUNCATED:
+            ways = f"drop ({uncut} cannot be cut)" if uncut else "drop, truncate_left (keeps the end) or truncate_right"
             raise ChatError(
-                f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: {why}give "
-                "--long-documents drop, truncate_left (keeps the end) or truncate_right, or raise --max-length"
+                f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: give --long-documents "
+                f"{ways}, or raise --max-length"
             )
         span = slice(-limit, None) if self.long_documents == "truncate_left" else slice(limit)
         trained = None if row.trained is None else row.trained[span]
@@ -238,9 +239,9 @@ class Encoder:
         if document.text is not None:
             return EncodedDocument(document, np.concatenate([self.begin, texts[0].tokens, self._end]), None, *counts)
         if self.start is not None:  # without a template
-            source, target = [*self.begin, *texts[0].tokens], [*texts[1].tokens, *self._end]
-            of_target = np.arange(len(source) + len(target)) >= len(source)
-            return EncodedDocument(document, np.array(source + target, self.tokenizer.dtype), of_target, *counts)
+            tokens = np.concatenate([self.begin, texts[0].tokens, texts[1].tokens, self._end])
+            of_target = np.arange(len(tokens)) >= len(self.begin) + len(texts[0].tokens)
+            return EncodedDocument(document, tokens, token_weights(of_target * document.message_weights.get(1, 1.0)), *counts)
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")

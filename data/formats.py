@@ -22,7 +22,6 @@ meaning are obeyed or refused; `Document.unused` names the others, except those 
 `longctx.data.left_out`).
 """
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -392,7 +391,7 @@ def _tools(record: dict[str, Any], key: str) -> list[Any] | None:
 def _weight(value: Any) -> float:
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not is_weight(value) or not value:
         raise FormatError(f"`weight` is {value!r}: it must be a positive number; remove documents that should not count")
     return float(value)
 

@@ -4,7 +4,6 @@ Only the backend on PIL is used: the same pixels on every machine, and no torchv
 """
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
@@ -18,6 +17,7 @@ from longctx.data.image_sources import Grid, ImageBytes, ImagePlace
 from longctx.data.template import Rendered
 from longctx.data.tokenizer import TokenArray
 from longctx.errors import UserError, brief
+from longctx.tokenizer_files import read_json
 
 if TYPE_CHECKING:
     from longctx.data.image_shares import Pixels
@@ -35,16 +35,11 @@ class ImageError(UserError):
 
 def processor_class(folder: Path) -> str | None:
     """Returns the class of a checkpoint's processor; None if it has none."""
-    for name in _NAMED_IN:
-        file = folder / name
-        if file.is_file() and (found := json.loads(file.read_text("utf-8")).get("processor_class")):
-            return str(found)
-    file = folder / "config.json"
-    if not file.is_file() or not any((folder / name).is_file() for name in _NAMED_IN[:2]):
-        return None
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    found = next(filter(None, (read_json(folder / name).get("processor_class") for name in _NAMED_IN)), None)
+    if found is None and any((folder / name).is_file() for name in _NAMED_IN[:2]):
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    found = PROCESSOR_MAPPING_NAMES.get(json.loads(file.read_text("utf-8")).get("model_type"))
+        found = PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json").get("model_type"))
     return None if found is None else str(found)
 
 

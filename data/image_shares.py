@@ -20,8 +20,6 @@ Image = tuple[int, int]
 """Document of the plan, and number of the image in it."""
 Pixels = Mapping[str, torch.Tensor]
 """What an image processor makes of some images: arguments of a tower."""
-
-
 Places = Mapping[int, Sequence[ImagePlace]]
 """Places of the images of documents, by the document's index in the plan; documents without images may be missing."""
 

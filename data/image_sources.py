@@ -74,7 +74,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def located(image: Any, folders: list[Path]) -> ImageBytes:
-    """Returns the bytes of an image, or its file, looked for in `folders`. Raises FormatError naming what is wrong."""
+    """Returns the bytes of an image, or its file in one of `folders` (none: there are no files). Raises FormatError."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path") or image.get("url")
     if isinstance(image, bytes):
@@ -88,6 +88,8 @@ def located(image: Any, folders: list[Path]) -> ImageBytes:
             raise FormatError(f"an image has a damaged data URL: {error}") from error
     if re.match(r"https?://", image):
         raise FormatError(f"image {image} is on the web: download it, and give its path")
+    if not folders:
+        raise FormatError(f"image {image} is a file beside a data set of the hub: give its bytes, as datasets' Image does")
     for folder in folders:
         if (file := folder / image.removeprefix("file://")).is_file():
             return file

@@ -22,6 +22,8 @@ def with_images(store: Store, pieces: Sequence[Piece], plan: Plan, micro_batches
         for number, piece in enumerate(pieces)
         if (found := store.image_places(piece.document))
     }
+    if not places:
+        return list(micro_batches)
     for number in places:
         if pieces[number].length < store.lengths[pieces[number].document]:
             raise cut_error(store, pieces[number].document, pieces[number].length)

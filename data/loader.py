@@ -275,16 +275,18 @@ def read_step(
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
     targets = [count_targets(store, piece, masking) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
-    amounts = [weigh_targets(store, piece, masking) for piece in pieces] if (weighted := store.weighted) else targets
+    amounts = (
+        targets if not store.weighted else [weigh_targets(store, *of, masking) for of in zip(pieces, targets, strict=True)]
+    )
     names = [_name(store, piece) for piece in pieces]
     if merged is None:
         options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "masking": masking, "ahead": ahead}
-        options["weighted"] = weighted
-        count = range(len(plan.micro_batches))
+        options["weighted"] = store.weighted
+        numbers = range(len(plan.micro_batches))
         if plan.sources:
-            micro_batches = [pack_with_sources(store, pieces, plan.cross_layout(index, rank), **options) for index in count]
+            micro_batches = [pack_with_sources(store, pieces, plan.cross_layout(number, rank), **options) for number in numbers]
         else:
-            micro_batches = [pack(store, pieces, plan.layout(index, rank), **options) for index in count]
+            micro_batches = [pack(store, pieces, plan.layout(number, rank), **options) for number in numbers]
         micro_batches = with_images(store, pieces, plan, micro_batches) if store.has_images else micro_batches
     else:
         documents = merged.tokens, merged.labels
@@ -312,11 +314,11 @@ def count_targets(store: Store, piece: Piece, masking: Masking | None) -> int:
     return store.target_tokens(piece.document, piece.start, piece.stop)
 
 
-def weigh_targets(store: Store, piece: Piece, masking: Masking | None) -> float:
-    """Returns the sum of the weights of the targets of a piece, without the weight of its document."""
+def weigh_targets(store: Store, piece: Piece, count: int, masking: Masking | None) -> float:
+    """Returns the sum of the weights of the `count` targets of a piece, without the weight of its document."""
     weights = store.token_weights(piece.document, piece.start, piece.stop)
     if weights is None:
-        return count_targets(store, piece, masking)
+        return count
     targets = weights[1:] if masking is None else weights[masking.targets(store, piece)]
     return float(targets.sum(dtype=np.float64))
 

@@ -151,7 +151,7 @@ class Manifest:
             raise StoreError(
                 f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
             ) from error
-        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS, WITH_IMAGES, WITH_SOURCES):
+        if kind != FORMAT or version not in range(VERSION, WITH_SOURCES + 1):
             raise StoreError(
                 f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} to {WITH_SOURCES}: "
                 f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"

@@ -278,8 +278,8 @@ def _manifest(
     }
     written = {part.file: part.checksums for part in parts}
     images = sum(part.images for part in parts)
-    version = WITH_IMAGES if images else WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION
-    version = version if settings["start_token"] is None else WITH_SOURCES
+    weighted, sources = any(part.weighted for part in parts), settings["start_token"] is not None
+    version = max(VERSION, WITH_WEIGHTS * weighted, WITH_IMAGES * (images > 0), WITH_SOURCES * sources)
     return Manifest(
         **settings,
         source=corpus.source,

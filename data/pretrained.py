@@ -4,7 +4,6 @@
 beside the weights.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 from longctx.data.image_processor import processor_class
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import install
-from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, start_token
+from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, read_json, start_token
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
@@ -89,7 +88,7 @@ class Pretrained:
             tokenizer = Tokenizer(backend.to_str(), end)
         except TokenizerError as error:
             raise TokenizerError(f"{name}: {error}") from error
-        config = _json(folder / "config.json")
+        config = read_json(folder / "config.json")
         start = start_token(config)
         if start is None and is_seq2seq(config):
             raise TokenizerError(f"{name}: config.json is of an encoder-decoder without decoder_start_token_id: set it there")
@@ -106,15 +105,6 @@ class Pretrained:
             loaded,
             start,
         )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file, {} if there is none. Raises TokenizerError if it is damaged."""
-    try:
-        content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-        return dict(content)
-    except (ValueError, TypeError) as error:
-        raise TokenizerError(f"{file} is damaged: {error}; download it again, or remove it") from error
 
 
 def _from_hub(name: str) -> Path:
@@ -136,7 +126,7 @@ def _from_hub(name: str) -> Path:
 
 def _generation_ends(folder: Path, loaded: Any) -> list[str]:
     """Returns the end-of-text tokens that generation_config.json lists."""
-    ids = _json(folder / "generation_config.json").get("eos_token_id")
+    ids = read_json(folder / "generation_config.json").get("eos_token_id")
     return [loaded.convert_ids_to_tokens(number) for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
 
 
@@ -151,9 +141,9 @@ def _begin(backend: Any) -> list[int]:
 
 
 def _templates(name: str, loaded: Any, folder: Path) -> Mapping[bool, str] | None:
-    file = folder / "chat_template.json"  # of a processor, which older checkpoints with images have alone
-    if not loaded.chat_template and file.is_file():
-        return dict.fromkeys((False, True), str(json.loads(file.read_text("utf-8"))["chat_template"]))
+    beside = read_json(folder / "chat_template.json").get("chat_template")  # of a processor; older checkpoints have it alone
+    if not loaded.chat_template and beside:
+        return dict.fromkeys((False, True), str(beside))
     if not loaded.chat_template:
         return None
     try:

@@ -84,10 +84,11 @@ class StoreRequest:
             raise ChatError(f"long_documents is {long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
         ready_made, pretrained = _given_tokenizer(tokenizer, end_of_document)
         start = None if pretrained is None else pretrained.start
-        if start is not None and (train_on == "all" or chat_template == "chatml"):
+        wrong = ["--train-on all"] * (train_on == "all") + ["--chat-template chatml"] * (chat_template == "chatml")
+        if start is not None and wrong:
             raise ChatError(
-                f"{tokenizer} is an encoder-decoder, whose target is the last answer alone, without ChatML: omit --train-on "
-                f"{train_on} and --chat-template {chat_template}"
+                f"{tokenizer} is an encoder-decoder, whose target is the last answer alone, without ChatML: omit "
+                f"{' and '.join(wrong)}"
             )
         train_on = train_on if start is None else "last"
         templates = _with_variables(_templates(pretrained, chat_template), variables)

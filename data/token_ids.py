@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.messages import FormatError
-from longctx.data.weights import TokenWeights, is_weight, token_weights
+from longctx.data.weights import TokenWeights, are_weights, token_weights
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -54,7 +54,7 @@ def token_ids(record: dict[str, Any]) -> tuple[Ids, TokenWeights | None, set[str
                 f"ids themselves, not shifted by one, or {IGNORED_LABEL} for no loss"
             )
         return tokens, learned, {"input_ids", key}
-    allowed = np.array([*map(is_weight, values)], np.bool_) if key in WEIGHTS else (values == 0) | (values == 1)
+    allowed = are_weights(values) if key in WEIGHTS else (values == 0) | (values == 1)
     if (place := _first(~allowed)) is not None:
         rule = "a weight of 0 or more, which float32 can hold" if key in WEIGHTS else "1 for a loss, or 0"
         raise FormatError(f"`{key}` is {values[place]} at position {place}: it must be {rule}")

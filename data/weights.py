@@ -1,7 +1,5 @@
 """Weights of tokens: how much each target of a document counts in the loss, besides the weight of the document."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,10 @@ TokenWeights = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
 """Weight of every token as a target `[tokens]`: bool if all weights are 0 or 1, otherwise float32."""
 
 
-def token_weights(values: npt.ArrayLike | Sequence[float]) -> TokenWeights:
+LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def token_weights(values: npt.ArrayLike) -> TokenWeights:
     """Returns weights of tokens in the smaller of the two types that holds them."""
     weights = np.asarray(values, np.float32)
     some = weights != 0
@@ -20,7 +21,9 @@ def token_weights(values: npt.ArrayLike | Sequence[float]) -> TokenWeights:
 
 def is_weight(value: Any) -> bool:
     """Returns whether a value is 0 or a positive number that float32 holds."""
-    if not isinstance(value, bool | int | float | np.number) or not math.isfinite(value):
-        return False
-    limits = np.finfo(np.float32)
-    return bool(value == 0 or limits.tiny <= value <= limits.max)
+    return isinstance(value, bool | int | float) and bool(are_weights(value))
+
+
+def are_weights(values: Any) -> Any:
+    """Returns whether a number, or each of an array, is 0 or a positive number that float32 holds."""
+    return (values == 0) | ((values >= LEAST) & (values <= MOST))

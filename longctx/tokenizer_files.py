@@ -1,9 +1,12 @@
 """Finds and copies the tokenizer files of a checkpoint, including chat templates, and tells its decoder's first token."""
 
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from longctx.errors import UserError
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,6 +36,14 @@ def copy(files: Iterable[Path], source: Path, target: Path) -> None:
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, target / file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file of a checkpoint, {} if there is none. Raises UserError if it is damaged."""
+    try:
+        return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is damaged: {error}; download it again, or remove it") from error
 
 
 def is_seq2seq(config: Mapping[str, Any]) -> bool:

@@ -88,6 +88,7 @@ def test_sides_of_a_pair_obey_it(tmp_path: Path) -> None:
         ({"weight": float("inf")}, "has `weight` inf: it must be 0 or"),
         ({"weight": 1e-50}, "has `weight` 1e-50: it must be 0 or"),
         ({"weight": "0.5"}, "has `weight` '0.5': it must be 0 or"),
+        ({"weight": 10**400}, "has `weight` 1000"),
         ({"train": 0.5}, "has `train` 0.5: it must be 0 or"),
         ({"train": "no"}, "has `train` 'no': it must be 0 or false"),
         ({"mask": True}, "has `mask` True: tools differ in what it means: write `train: true` or `train: false`"),

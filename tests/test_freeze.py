@@ -124,6 +124,8 @@ def test_the_others_are_trained_as_by_torch_alone(
     ("others", "ranks"),
     [
         ([PIPELINE, WHOLE], 2),
+        ([PIPELINE, WHOLE, "optimizer.name=muon"], 2),
+        ([PIPELINE, WHOLE, "optimizer.name=adafactor", "optimizer.eps=1e-8"], 2),
         (["optimizer.name=muon"], 3),
         (["optimizer.name=adamw-8bit"], 2),
         (["optimizer.ema_decay=0.9"], 2),
@@ -180,7 +182,7 @@ def test_the_optimizer_and_the_estimate_count_what_is_trained(
     [
         ("['(']", r"train.freeze[\s\S]*\( is not a regular expression"),
         ("[embed, wte]", "wte matches no parameter: names are such as embed_tokens.weight"),
-        ("[embed, layers, norm]", "match all parameters"),
+        ("[embed, layers, norm]", "all parameters match"),
         ("[]", "train.freeze"),
     ],
 )

@@ -14,10 +14,14 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from longctx.cli import main
 from longctx.data.image_processor import pictures_of
+from longctx.data.loader import read_step
 from longctx.data.prepare import prepare
+from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.vision import VISION_FAMILIES
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners.planner import make_plan
 from longctx.trainers.documents import rows_of
 from longctx.training.saved.export import export
 from tests.image_cases import SETTINGS, chat, data_url, make_store, own_losses, picture, train, validated, write
@@ -161,6 +165,16 @@ def test_what_does_not_fit_the_tokenizer_is_refused(checkpoints: dict[str, Path]
             make_store(tmp_path, checkpoints["qwen2_vl"], record, max_length=10, long_documents=treatment)
     with pytest.raises(UserError, match=r"chats\.jsonl:2: the chat template writes 1 × <\|image_pad\|> for 0"):
         make_store(tmp_path, checkpoints["qwen2_vl"], record, {"messages": chat("<|image_pad|>")})
+
+
+def test_a_store_without_the_conversations_that_had_images_is_read(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    records = {"messages": chat("<image>" + "?" * 200), "images": [data_url(CAT)]}, {"messages": chat("?")}
+    store = make_store(tmp_path, checkpoints["llava"], *records, max_length=100, long_documents="drop")
+    assert len(store) == 1 and store.manifest is not None and not store.manifest.images
+    lengths = store.lengths.tolist()
+    plan = make_plan(lengths, ranks=1, tokens_per_rank=200, profile=HardwareProfile.load("cpu-2core"))
+    (micro_batch,) = read_step(store, [Piece(0, 0, lengths[0])], plan, 0).micro_batches
+    assert micro_batch.images is None and len(micro_batch.tokens) == lengths[0]
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)

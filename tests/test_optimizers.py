@@ -183,6 +183,21 @@ def test_adafactor_of_any_shape(shape: tuple[int, ...], experts: bool) -> None:
     torch.testing.assert_close(ours.detach(), torch.cat([part.detach() for part in theirs]), rtol=1e-5, atol=1e-6)
 
 
+def test_adafactor_leaves_parameters_without_a_gradient_as_they_are() -> None:
+    given, gradients = torch.randn(2, 6, 5), torch.randn(3, 6, 5)
+    ours, theirs = ([nn.Parameter(each.clone()) for each in given] for _ in range(2))
+    made = Adafactor([{"params": ours, "weight_decay": 0.2}], {}, None, torch.device("cpu"), 0.1)
+    torchs = torch.optim.Adafactor(theirs, lr=0.1, weight_decay=0.2)
+    for step, gradient in enumerate(gradients):
+        for first, second in (ours, theirs):
+            first.grad, second.grad = gradient.clone(), gradient.clone() if step == 2 else None
+        made.step()
+        torchs.step()
+        assert torch.equal(ours[1], given[1]) == (step < 2)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
 def test_adafactor_takes_less_memory() -> None:
     configs = {name: load(None, ["model.preset=llama-3.2-1b", f"optimizer.name={name}"]) for name in ("adamw", "adafactor")}
     spec, load_ = configs["adamw"].model_source(32_000).spec, Load(1024, 0, 0, 0, 0, 1)

@@ -16,6 +16,7 @@ from longctx import make_plan
 from longctx.attention.huggingface import HuggingFaceError
 from longctx.cli import main
 from longctx.config import ConfigError, load
+from longctx.data.corpus import open_corpus
 from longctx.data.formats import parse_record
 from longctx.data.manifest import StoreError
 from longctx.data.prepare import prepare
@@ -93,6 +94,16 @@ def test_a_record_is_a_source_and_a_target_that_begins_with_the_start_token(stor
         assert store.source_lengths[document] == len(source)
         assert trained.tolist() == [False] * (len(source) + 1) + [True] * len(target)
         assert store.trained_tokens[document] == len(target)
+
+
+def test_the_weight_of_an_answer_is_that_of_its_target(base: Path, tmp_path: Path) -> None:
+    asked, answer = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d", "weight": 0.5}
+    (tmp_path / "records.jsonl").write_text(json.dumps({"messages": [asked, answer]}))
+    prepare(open_corpus(str(tmp_path / "records.jsonl")), tmp_path / "store", tokenizer=str(base))
+    store = Store.open(tmp_path / "store")
+    assert store.source_lengths is not None and store.weighted
+    weights, source = store.token_weights(0, 0, int(store.lengths[0])), int(store.source_lengths[0])
+    assert weights is not None and weights.tolist() == [0.0] * (source + 1) + [0.5] * (len(weights) - source - 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -1,1 +1,1 @@
-"""Profiling: measures the constants of the cost model on this machine (`longctx calibrate`)."""
+"""Calibration: measures the constants of the cost model on this machine (`longctx calibrate`)."""

@@ -30,7 +30,7 @@ def other_objective(files: CheckpointFiles) -> str:
     kind: str = files.config.model_type
     if files.masked:
         return f"; {ENCODERS}" if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else ""
-    if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in VISION_FAMILIES:
         return f"; it reads images, and of such models only {', '.join(VISION_FAMILIES)} are supported"
     encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return "; it is an encoder: set masked.share to train it on masked tokens" if encoder else ""

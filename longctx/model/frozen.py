@@ -46,8 +46,11 @@ class PartlyFrozen:
         model = self.source.build(layers)
         model.spec = self.spec
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(re.search(pattern, name) for pattern in self.patterns))
+            parameter.requires_grad_(not self._matches(name))
         return model
+
+    def _matches(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.patterns)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -62,11 +65,9 @@ class PartlyFrozen:
                 raise FreezeError(f"{pattern} is not a regular expression: {error}") from error
             if not matched:
                 raise FreezeError(f"{pattern} matches no parameter: names are such as {', '.join((*names[:3], names[-1]))}")
-        frozen = {
-            parameter for name, parameter in model.named_parameters() if any(re.search(each, name) for each in self.patterns)
-        }
+        frozen = {parameter for name, parameter in model.named_parameters() if self._matches(name)}
         if len(frozen) == len(names):
-            raise FreezeError(f"{', '.join(self.patterns)} match all parameters, so that nothing is trained")
+            raise FreezeError(f"{', '.join(self.patterns)}: all parameters match, so that nothing is trained")
         in_blocks = set(model.layers.parameters())
         outside = [parameter for parameter in model.parameters() if parameter not in in_blocks]
         entries = [parameter for parameter in outside if parameter.dim() == 2 and len(parameter) == model.spec.vocab_size]

@@ -105,9 +105,9 @@ class TransformersModel(Model):
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
         vars(self)["layers"] = self._blocks()
-        vars(self)["tower"] = tower_blocks(self.hf) if is_vision(self.hf) else []
         self.spec = self._sizes()
         if is_vision(self.hf):
+            self.tower = tower_blocks(self.hf)
             parameters, values = tower_sizes(self.hf)
             self.spec = replace(self.spec, tower_parameters=parameters, tower_values=values)
         self._documents: RowDocuments | None = None

@@ -18,6 +18,7 @@ from torch import nn
 
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
+from longctx.model.experts import stacks_experts
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
 from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError, StackError
 from longctx.model.protocol import generator_of
@@ -77,7 +78,7 @@ class AdaptedModel(TransformersModel):
                 if getattr(module.get_base_layer(), "is_transposed", False):
                     transposed.add(prefix)
         self.transposed = frozenset(transposed)
-        different = made ^ set(self.prefixes.values()) | set(stacks) ^ {name for name in self.prefixes if name in stacks}
+        different = (made ^ set(self.prefixes.values())) | (set(stacks) - set(self.prefixes))
         if different or len(self.prefixes) != len(self.adapted) + len(stacks):
             raise LoraError(f"peft adapts other weights than requested, they differ in {', '.join(sorted(different)[:5])}")
         self.actual = {plain_name(name): name for name in self.hf.state_dict() if not name.endswith(ADAPTERS)}
@@ -219,7 +220,8 @@ def find_stacks(twin: Any, targets: Iterable[str]) -> tuple[str, ...]:
 
     `targets` are the last parts of names. Raises StackError for other names.
     """
-    stacks = [name for name, weight in twin.named_parameters() if weight.dim() == 3 and _is_stack(twin, name)]
+    inside = ".language_model." if is_vision(twin) else ""
+    stacks = [name for name, weight in twin.named_parameters() if stacks_experts(weight) and inside in name]
     ends = sorted({".".join(name.split(".")[-2:]) for name in stacks})
     there_are = f"{type(twin).__name__} has {', '.join(ends) or 'none'}"
     matched: set[str] = set()
@@ -229,10 +231,6 @@ def find_stacks(twin: Any, targets: Iterable[str]) -> tuple[str, ...]:
             raise StackError(f"{target} is not the name of experts stored as one parameter: {there_are}")
         matched |= named
     return tuple(name for name in stacks if name in matched)
-
-
-def _is_stack(twin: Any, name: str) -> bool:
-    return not isinstance(twin.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
 
 
 def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
@@ -289,7 +287,7 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
                 layer,
                 adapter_parameters=sum(shape.numel() for shape in sizes.values()),
                 # With DoRA also the outputs of the layer and of its adapter.
-                adapter_width=sum(shape[0] * count for name, shape in per_token.items() if (count := _kept(name))),
+                adapter_width=sum(shape[0] * _kept(name) for name, shape in per_token.items()),
                 largest_measured=max((_measured(block, name) for name in sizes if name.endswith(LENGTHS)), default=0),
                 adapted_experts=sum(module.get_param().numel() for module in stacks.values()),
             )

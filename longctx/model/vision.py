@@ -4,7 +4,6 @@ Some ranks of a document encode its images; the features travel to the ranks tha
 own forward puts them in the places of the embeddings (and, of Qwen3-VL, adds more of them after the first layers).
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from longctx.tokenizer_files import read_json
 
 VISION_FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
 """Model types whose images are supported; the tests compare a model of each with its own code."""
@@ -45,8 +46,7 @@ def is_vision(hf: Any) -> bool:
 
 def is_vision_checkpoint(folder: Path) -> bool:
     """Returns whether a local folder has a checkpoint of these families."""
-    config = folder / "config.json"
-    return config.is_file() and json.loads(config.read_text("utf-8")).get("model_type") in VISION_FAMILIES
+    return read_json(folder / "config.json").get("model_type") in VISION_FAMILIES
 
 
 def tower_of(hf: Any) -> nn.Module:

@@ -89,7 +89,7 @@ def check_sources(sources: Sequence[int], lengths: Sequence[int], trees: Trees) 
             f"there are {len(sources)} sources and {len(trees)} trees, but {len(lengths)} documents: give one source for each, "
             "and no trees"
         )
-    for document, (source, length) in enumerate(zip(sources, lengths, strict=bool(sources))):
+    for document, (source, length) in enumerate(zip(sources, lengths, strict=False)):
         if not 1 <= source < length:
             raise PlanError(f"document {document} has {length} tokens, {source} of the source: needs one or more of each part")
 

@@ -58,7 +58,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         for sentence in set_aside(config.train.run_dir, saved):
             print(f"longctx train: {sentence}", file=sys.stderr)
     kept = restore_best(resumed) if resumed is not None and config.checkpoint.best and mesh.world_rank == 0 else None
-    best = next(filter(None, mesh.gather_objects(kept)), None)
+    best = mesh.gather_objects(kept)[0]
     log = begin_folder(config, run.source, mesh, run.data.store, run.checkpoint, run.changes) if mesh.world_rank == 0 else None
     traced, folder = run.traced, config.train.run_dir / "traces"
     return Trainer(

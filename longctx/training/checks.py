@@ -17,8 +17,6 @@ from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
-from longctx.model.frozen import PartlyFrozen
-from longctx.model.huggingface import TransformersSource
 from longctx.model.source import UNSPLIT, ModelSource
 from longctx.model.vision import VISION_FAMILIES
 from longctx.planning.cost.spec import ModelSpec
@@ -77,9 +75,9 @@ def check_images(config: Config, store: Store, source: ModelSource, max_length: 
     documents = np.flatnonzero(store.image_tokens)
     if not len(documents):
         return
-    files, inner = source.files, source.source if isinstance(source, PartlyFrozen) else source
-    if files is None or not isinstance(inner, TransformersSource) or files.config.model_type not in VISION_FAMILIES:
-        what = "new weights" if files is None else f"{files.config.model_type}, run by {type(inner).__name__}"
+    files = source.files
+    if files is None or not source.spec.tower_parameters:
+        what = "new weights" if files is None else f"{files.config.model_type}; {source.said}"
         raise UserError(
             f"{store.said} has images, but the model is {what}: set model.from_pretrained to a checkpoint of "
             f"{', '.join(VISION_FAMILIES)}, and {UNSPLIT}"

@@ -241,8 +241,9 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 
 
 def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES, sources: Sequence[int] = ()) -> int:
-    """Returns the FLOPs of forward and backward over documents of these lengths, with `trees` among them, or `sources` in all.
+    """Returns the FLOPs of forward and backward over documents of these lengths.
 
+    Some may be `trees`, or all pairs, whose sources have `sources` tokens.
     `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding are
     not counted.

@@ -13,6 +13,7 @@ from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
 from longctx.model.protocol import Attention, MakeAttention, Projection
+from longctx.model.seq2seq import SourceAttention
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
@@ -172,8 +173,6 @@ class Passes:
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         if (source := micro_batch.source) is not None:
-            from longctx.model.seq2seq import SourceAttention  # needs transformers
-
             device, common = self.mesh.device, (self.config, self.mesh, self.model.spec, batch.plan)
 
             def of_role(role: str) -> MakeAttention:

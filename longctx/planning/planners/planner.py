@@ -76,8 +76,13 @@ def make_plan(
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     check_trees(trees, lengths)
     check_sources(sources, sizes.tolist(), trees)
-    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens, pipeline=pipeline, trees=trees)
-    step = replace(step, sources=tuple(sources), encoder_attention=encoder_attention)
+    step = Step(
+        *(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens),
+        pipeline=pipeline,
+        trees=trees,
+        sources=tuple(sources),
+        encoder_attention=encoder_attention,
+    )
     best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     placements, timed = _in_order(best, pipeline)
     plan = Plan(

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import pad
 
 from longctx.parallel.sharding import local_part
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
-from longctx.training.optimizers.muon import is_first_copy
+from longctx.training.optimizers.muon import begin_of, is_first_copy
 
 BETA2_DECAY, LEAST_RMS, LARGEST_UPDATE = -0.8, 1e-3, 1.0
 """Defaults of torch.optim.Adafactor: decay of means, least scale of a parameter, and RMS to which updates are scaled down."""
@@ -47,13 +45,10 @@ class _Part:
     @classmethod
     def of(cls, parameter: nn.Parameter, stacked: int) -> "_Part":
         """Describes a parameter of `stacked` experts, or of one."""
-        whole, place = torch.Size((*parameter.shape, 1) if parameter.dim() == 1 else parameter.shape), [0]
-        if isinstance(parameter, DTensor):
-            _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            place = [*offset]
-        row, column = place[0] * whole[1:-1].numel(), place[-1] if len(place) > 1 else 0
+        whole = torch.Size((*parameter.shape, 1) if parameter.dim() == 1 else parameter.shape)
         matrices = stacked if stacked > 1 else whole[:-2].numel()
-        return cls(parameter, row, column, (whole[:-1].numel(), whole[-1]), matrices, stacked, is_first_copy(parameter))
+        shape = whole[:-1].numel(), whole[-1]
+        return cls(parameter, *begin_of(parameter), shape, matrices, stacked, is_first_copy(parameter))
 
     @property
     def factored(self) -> bool:
@@ -84,6 +79,8 @@ class _Part:
 
     def _sums(self, rows: torch.Tensor, count: int) -> tuple[int, torch.Tensor]:
         """Returns the number of the first of `count` equal parts of the whole that has rows here, and the sums over each."""
+        if count == 1:
+            return 0, rows.sum(0, keepdim=True)
         each = self.shape[0] // count
         before, after = self.row % each, -(self.row + len(rows)) % each
         return self.row // each, pad(rows, (0, 0, before, after)).unflatten(0, (-1, each)).sum(1)
@@ -116,7 +113,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
-        """Updates all parameters, and makes their gradients the updates; none counts as zeros. Collective."""
+        """Updates the parameters with a gradient, on all ranks the same ones, and makes gradients the updates. Collective."""
         gradients = []
         for part in self.parts:
             given = part.parameter.grad
@@ -126,10 +123,13 @@ class Adafactor(torch.optim.Optimizer):
         sums = self._sum([part.squares(gradient) if part.factored else gradient.new_zeros(0) for part, gradient in every])
         sizes = self._sum([part.norms(weight) for part, weight in zip(self.parts, weights, strict=True)])
         for (part, gradient), squares in zip(every, sums, strict=True):
-            self._scale(part, gradient, squares.to(gradient.device))
+            if part.parameter.grad is not None:
+                self._scale(part, gradient, squares.to(gradient.device))
         norms = self._sum([part.norms(update) for part, update in every])
         groups = [group for group in self.param_groups for _ in group["params"]]  # loading a state replaces them
         for group, part, weight, update, size, norm in zip(groups, self.parts, weights, gradients, sizes, norms, strict=True):
+            if part.parameter.grad is None:
+                continue
             rate, numbers = float(group["lr"]), part.shape[0] * part.shape[1] // part.blocks
             step = float(self.state[part.parameter]["step"])
             rates = (size / numbers).sqrt().clamp(min=LEAST_RMS) * min(rate, step**-0.5)
@@ -165,6 +165,8 @@ class Adafactor(torch.optim.Optimizer):
 
     def _sum(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Adds up tensors over all ranks, in one message. Collective."""
+        if not values:  # nothing to train on the ranks of a stage of a pipeline
+            return []
         flat = torch.cat([each.to(self.device) for each in values])
         if self.ranks is not None:
             dist.all_reduce(flat, group=self.ranks)

@@ -145,6 +145,14 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
     return not any(place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
 
 
+def begin_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Returns the first row, of all matrices one below the other, and the first column of this rank's part of a parameter."""
+    offset: Sequence[int] = [0] * parameter.dim()
+    if isinstance(parameter, DTensor):
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] * parameter.shape[1:-1].numel(), offset[-1] if parameter.dim() > 1 else 0
+
+
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a parameter, or of a tensor like it, as [rows of all its matrices, columns]."""
     return local_part(tensor).flatten(0, -2)
@@ -152,12 +160,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _place(parameter: nn.Parameter) -> tuple[int, int, int, int, bool]:
     """Returns the first row and column, rows and columns of this rank's part of a parameter; whether it is the first copy."""
-    row, column = 0, 0
-    if isinstance(parameter, DTensor):
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        row, column = offset[0] * parameter.shape[1] if parameter.dim() == 3 else offset[0], offset[-1]
-    rows, columns = _rows(parameter).shape
-    return row, column, rows, columns, is_first_copy(parameter)
+    return *begin_of(parameter), *_rows(parameter).shape, is_first_copy(parameter)
 
 
 def _matrices(stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tuple[int, int, int, int, bool]]]) -> list[Matrix]:

@@ -267,11 +267,8 @@ def _parameters_with_moments(folder: Path) -> set[str]:
 
     The others, as of an encoder of images while no document has any, keep moments of zero, which are those of the first step.
     """
-    try:
-        saved = TensorReader(folder).read_metadata().state_dict_metadata
-    except (OSError, CheckpointError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error}. Move it away {PREVIOUS}") from error
-    return {name.removeprefix("optimizer.").rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
+    names = SavedWeights(folder).names
+    return {name.removeprefix("optimizer.").rpartition(".")[0] for name in names if name.startswith("optimizer.")}
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

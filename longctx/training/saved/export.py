@@ -7,7 +7,7 @@ written. The folder is written as OUT.partial and renamed when all files are on 
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.model.source import run_by_transformers
-from longctx.model.vision import VISION_CLASS, is_vision_checkpoint
+from longctx.model.vision import VISION_CLASS, VISION_FAMILIES, is_vision_checkpoint
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.tokenizer_files import is_seq2seq
 from longctx.training.saved import checkpoint
@@ -210,12 +210,9 @@ def _adapted(described: dict[str, Any]) -> Model:
     Raises ExportError if the base checkpoint is missing or has changed.
     """
     values = described["lora"]
-    targets = values["target_modules"]
-    targets = targets if isinstance(targets, str) else tuple(targets)
-    others = {name: values[name] for name in ("quantized", "rank_stabilized", "dora") if name in values}
-    lora = Lora(
-        values["rank"], values["alpha"], targets, target_parameters=tuple(values.get("target_parameters", ())), **others
-    )
+    given: dict[str, Any] = {each.name: values[each.name] for each in fields(Lora) if each.name in values}
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    lora = Lora(**given)
     try:
         base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:
@@ -325,6 +322,8 @@ def how_to_load(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (architecture,) = config["architectures"]
     kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
-    kind = "AutoModelForSeq2SeqLM" if is_seq2seq(config) else kind
-    kind = VISION_CLASS if is_vision_checkpoint(folder) else kind
+    if is_seq2seq(config):
+        kind = "AutoModelForSeq2SeqLM"
+    elif config.get("model_type") in VISION_FAMILIES:
+        kind = VISION_CLASS
     return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"

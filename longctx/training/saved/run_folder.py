@@ -27,8 +27,9 @@ def open_run_folder(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Checks that a run can write to `folder`, and finds the checkpoint to resume from.
 
-    With `or_begin` a run that has saved no checkpoint yet starts from scratch; with a `step` it is to resume from that step's
-    checkpoint. Returns (the newest complete checkpoint or that of `step`, None for a new run; messages about damaged ones).
+    With `or_begin` a run that has saved no checkpoint yet starts from scratch; with a `step` the run resumes from the
+    checkpoint of that step. Returns (the newest complete checkpoint or that of `step`, None for a new run; messages about
+    damaged ones).
     Raises RunFolderError if the folder is not writable, has too little space for two checkpoints of `checkpoint_bytes` (0: none
     are written), three with a `best` one, contains another run, or has no checkpoint to resume from.
     """
