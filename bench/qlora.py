@@ -61,11 +61,7 @@ def main() -> None:
         folder = Path(made)
         subprocess.run([sys.executable, EXAMPLES / "smollm2.py", folder / "model"], check=True)
         subprocess.run([sys.executable, EXAMPLES / "code_conversations.py", folder], check=True)
-        for name, source, part in (
-            ("train", "train", "assistant"),
-            ("held-out", "held_out", "assistant"),
-            ("all", "train", "all"),
-        ):
+        for name, source, part in STORES:
             given = ["--source", folder / f"{source}.jsonl", "--tokenizer", folder / "model", "--out", folder / name]
             longctx("prepare", *given, "--max-length", TOKENS, "--long-documents", "drop", "--train-on", part)
         documents = ("--store", folder / "held-out", "--documents", arguments.documents)

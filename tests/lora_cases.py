@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -15,6 +15,7 @@ from longctx.config import Config, load
 from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.model.huggingface import OURS
+from longctx.model.lora import LENGTHS, write_adapter
 from longctx.parallel.compilation import compile_blocks
 from longctx.training import build
 from longctx.training.optimizer import learning_rate
@@ -45,6 +46,29 @@ def settings_of(checkpoint: Path, *others: str) -> list[str]:
     """Returns the settings for a checkpoint, without the SMALL ones of the native model."""
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return [*(f"model.{name}=null" for name in sizes), f"model.from_pretrained={checkpoint}", *SETTINGS, *others]
+
+
+def draw(model: torch.nn.Module) -> Tensors:
+    """Returns values of every parameter and persistent buffer: the checkpoint's, and adapters with visible effect."""
+    generator = torch.Generator().manual_seed(0)
+    values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
+    for name, value in values.items():
+        if "lora_" in name:
+            noise = torch.randn(value.shape, generator=generator)
+            values[name] = value * (1 + 0.1 * noise) if name.endswith(LENGTHS) else 0.1 * noise
+    return values
+
+
+def loaded_by_peft(folder: Path, checkpoint: Path, model: torch.nn.Module, values: Tensors, dtype: str) -> PeftModel:
+    """Writes the adapter, and returns peft's model of it after comparing the adapter's values."""
+    write_adapter(folder, model, {name: value for name, value in values.items() if "lora_" in name})
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=getattr(torch, dtype))
+    loaded = PeftModel.from_pretrained(base, folder).eval()
+    theirs = {name.removeprefix("base_model.model."): weight for name, weight in loaded.named_parameters() if "lora_" in name}
+    assert theirs.keys() == {name.removeprefix(OURS) for name in values if "lora_" in name}
+    for name, value in theirs.items():
+        assert torch.equal(value.float(), values[f"{OURS}{name}"]), name
+    return loaded
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

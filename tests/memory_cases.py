@@ -7,10 +7,16 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from longctx.config import load
+from longctx.data.store import Store
 from longctx.memory.block import BlockMemory
+from longctx.memory.loads import loads
+from longctx.memory.model import Memory, estimate
+from longctx.training.data import plan_steps
 from longctx.training.trainer import Trainer
 from longctx.units import format_bytes
-from tests.training_cases import start
+from tests.training_cases import SMALL, start
+from tests.workers import Workers
 
 MODEL = [
     "model.hidden_size=128",
@@ -45,6 +51,15 @@ def peak_of_second_step(start: Callable[[], Trainer]) -> int:
             held += event.nbytes()
             peak = max(peak, held if event.start_ns() >= began else 0)
     return peak
+
+
+def peak_and_estimate(workers: Workers, store: Path, run: Path, ranks: int, given: list[str]) -> tuple[int, Memory]:
+    """Returns the peak of the second step of a checkpoint's run, on the fullest rank, and its estimate."""
+    settings = [*(f"{each.partition('=')[0]}=null" for each in MODEL if each.startswith("model.")), *given]
+    measured = max(workers.run(peak_of_step_2, ranks, store, run, settings))
+    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *settings], world_size=ranks)
+    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
+    return measured, estimate(config.model_source().spec, config, ranks, list(loads([second], config)), fused=False)
 
 
 def ledger(block: BlockMemory, mode: str) -> str:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longctx.cli import COMMANDS, _module, main
 from longctx.config import load
@@ -33,8 +35,10 @@ def test_names_on_our_side_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_examples_are_settings(tmp_path: Path) -> None:
-    blocks = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "base_model" not in block]
-    assert len(blocks) == 2
+    axolotl, *blocks = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert yaml.safe_load(axolotl)["lora_r"] == 16 and len(blocks) == 2
+    (torchtitan,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert tomllib.loads(torchtitan)["training"]["seq_len"] == 131072
     for block in blocks:
         (tmp_path / "run.yaml").write_text(block)
         assert load(tmp_path / "run.yaml", [], world_size=8).max_length(8) == 131072

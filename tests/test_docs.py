@@ -206,6 +206,16 @@ def test_the_error_in_the_guide_is_the_one_that_is_printed(folder: Path) -> None
     assert block.strip() == f"longctx train: error: {caught.value}".replace(str(folder / "run.yaml"), "run.yaml")
 
 
+def test_numbers_of_exact_models_are_those_of_their_pages() -> None:
+    exact = [
+        re.search(r": (\d+) exact", (ROOT / "docs" / f"{name}.md").read_text("utf-8")) for name in ("families", "encoders")
+    ]
+    causal, encoders = (found[1] for found in exact if found is not None)
+    pages = [README, ROOT / "CHANGELOG.md", ROOT / "docs" / "why-not.md", ROOT / "docs" / "transformers.md"]
+    said = [found for page in pages for found in re.findall(r"\b(\d+) causal and (\d+) encoder", page.read_text("utf-8"))]
+    assert len(said) >= 3 and set(said) == {(causal, encoders)}
+
+
 # --- links
 
 

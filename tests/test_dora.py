@@ -9,14 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from longctx.config import load
-from longctx.data.store import Store
-from longctx.memory.loads import loads
-from longctx.memory.model import estimate
-from longctx.model.lora import LENGTHS, merge, write_adapter
-from longctx.training.data import plan_steps
+from longctx.model.lora import LENGTHS, merge
 from longctx.training.saved.export import export
 from tests.lora_cases import (
+    draw,
     gathered_losses,
+    loaded_by_peft,
     make_checkpoint,
     reference,
     resumed,
@@ -25,8 +23,8 @@ from tests.lora_cases import (
     run_with_checkpoints,
     settings_of,
 )
-from tests.memory_cases import MODEL, peak_of_step_2
-from tests.training_cases import SMALL, make_store
+from tests.memory_cases import peak_and_estimate
+from tests.training_cases import make_store
 from tests.workers import Workers
 
 DORA = ["lora.dora=true", "optimizer.weight_decay=0.0"]
@@ -75,17 +73,6 @@ def test_steps_are_those_of_peft(
     assert all(result["frozen stays"] for result in results)
 
 
-def draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns values of every parameter: the checkpoint's, and adapters with visible effect."""
-    generator = torch.Generator().manual_seed(0)
-    values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
-    for name, value in values.items():
-        if "lora_" in name:
-            noise = torch.randn(value.shape, generator=generator)
-            values[name] = value * (1 + 0.1 * noise) if name.endswith(LENGTHS) else 0.1 * noise
-    return values
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peft_loads_the_adapter_and_merges_the_same(
@@ -94,14 +81,8 @@ def test_peft_loads_the_adapter_and_merges_the_same(
     given = settings_of(checkpoints[kind], *DORA, f"train.dtype={dtype}", "batch.tokens_per_rank=300")
     model = load(None, given).model_source().build()
     values = draw(model)
-    write_adapter(tmp_path, model, values)
-    base = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=getattr(torch, dtype))
-    loaded = PeftModel.from_pretrained(base, tmp_path).eval()
+    loaded = loaded_by_peft(tmp_path, checkpoints[kind], model, values, dtype)
     assert loaded.peft_config["default"].use_dora
-    theirs = {name.removeprefix("base_model.model."): weight for name, weight in loaded.named_parameters()}
-    for name, value in values.items():
-        if "lora_" in name:
-            assert torch.equal(theirs[name.removeprefix("hf.")].float(), value), name
     merged, expected = merge(model, values), loaded.merge_and_unload()
     for name, weight in expected.named_parameters():
         assert torch.equal(merged[f"hf.{name}"], weight), name
@@ -139,13 +120,9 @@ def test_the_memory_estimate_is_within_10_percent(
     store = make_store(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
-    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
-    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *DORA, *others)
+    given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *DORA, *others)
     given.append("data.max_length=2048")
-    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
-    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
-    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
-    memory = estimate(config.model_source().spec, config, ranks, list(loads([second], config)), fused=False)
+    measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)
     assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
 
 

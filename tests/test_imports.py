@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "checksums": set(),
     "units": set(),
     "step_log": set(),
-    "tokenizer_files": set(),
+    "tokenizer_files": {"errors"},
     "planning": {"errors", "safe_yaml"},
     "attention": {"errors", "planning"},
     "data": {"errors", "checksums", "tokenizer_files", "planning"},

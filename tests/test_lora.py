@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
-from longctx.data.store import Store
-from longctx.memory.loads import loads
-from longctx.memory.model import estimate
 from longctx.model.lora import merge, write_adapter
 from longctx.planning.cost.work import work_of
-from longctx.training.data import plan_steps
 from longctx.training.metrics import model_flops
 from tests.lora_cases import (
+    draw,
     gathered_losses,
+    loaded_by_peft,
     make_checkpoint,
     reference,
     resumed,
@@ -34,7 +31,7 @@ from tests.lora_cases import (
     settings_of,
 )
 from tests.marks import slow_unless
-from tests.memory_cases import MODEL, peak_of_step_2
+from tests.memory_cases import peak_and_estimate
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
 
@@ -211,16 +208,6 @@ def test_the_frozen_base_is_bfloat16_and_adapters_float32(
         assert result["moments"] == 2 * sum(value.numel() for value in result["last"].values())
 
 
-def draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns values of every parameter and persistent buffer: the checkpoint's, and adapters with visible effect."""
-    values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(value.shape, generator=generator) * 0.1 if "lora_" in name else value
-        for name, value in values.items()
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "targets", "tied"),
     [
@@ -237,13 +224,7 @@ def test_peft_loads_the_adapter_and_merges_the_same(tmp_path: Path, kind: str, t
     given = settings_of(checkpoint, f"lora.target_modules={targets}", f"train.dtype={dtype}", "batch.tokens_per_rank=300")
     model = load(None, given).model_source().build()
     values = draw(model)
-    write_adapter(tmp_path / "adapter", model, {name: value for name, value in values.items() if "lora_" in name})
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=getattr(torch, dtype))
-    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    theirs = {name: weight for name, weight in loaded.named_parameters() if "lora_" in name}
-    assert {name.removeprefix("base_model.model.") for name in theirs} == {
-        name.removeprefix("hf.") for name in values if "lora_" in name
-    }
+    loaded = loaded_by_peft(tmp_path / "adapter", checkpoint, model, values, dtype)
     ids = torch.arange(20)[None]
     plain, adapted = base_logits(checkpoint, dtype, ids), loaded(input_ids=ids, use_cache=False).logits
     assert (plain - adapted).abs().max() > 0.05
@@ -338,14 +319,9 @@ def test_the_memory_estimate_is_within_10_percent(
     store = make_store(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
-    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
-    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
+    given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
     given.append("data.max_length=2048")
-    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
-    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
-    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
-    spec = config.model_source().spec
-    memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
+    measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)
     assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
 
 

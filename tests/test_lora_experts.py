@@ -9,14 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from longctx.config import ConfigError, load
-from longctx.data.store import Store
-from longctx.memory.loads import loads
-from longctx.memory.model import estimate
-from longctx.model.lora import merge, write_adapter
-from longctx.training.data import plan_steps
+from longctx.model.lora import merge
 from longctx.training.saved.export import export
 from tests.lora_cases import (
+    draw,
     gathered_losses,
+    loaded_by_peft,
     make_checkpoint,
     reference,
     resumed,
@@ -25,8 +23,8 @@ from tests.lora_cases import (
     run_with_checkpoints,
     settings_of,
 )
-from tests.memory_cases import MODEL, peak_of_step_2
-from tests.training_cases import SMALL, make_store
+from tests.memory_cases import peak_and_estimate
+from tests.training_cases import make_store
 from tests.workers import Workers
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -82,19 +80,8 @@ def test_peft_loads_the_adapter_and_merges_the_same(
 ) -> None:
     given = settings_of(checkpoints[kind], *targets, f"train.dtype={dtype}", "batch.tokens_per_rank=300")
     model = load(None, given).model_source().build()
-    generator = torch.Generator().manual_seed(0)
-    values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
-    for name, value in values.items():
-        if "lora_" in name:
-            values[name] = 0.1 * torch.randn(value.shape, generator=generator)
-    write_adapter(tmp_path, model, values)
-    base = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=getattr(torch, dtype))
-    loaded = PeftModel.from_pretrained(base, tmp_path).eval()
-    theirs = {name.removeprefix("base_model.model."): weight for name, weight in loaded.named_parameters()}
-    assert {name for name in theirs if "lora_" in name} == {name.removeprefix("hf.") for name in values if "lora_" in name}
-    for name, value in values.items():
-        if "lora_" in name:
-            assert torch.equal(theirs[name.removeprefix("hf.")].float(), value), name
+    values = draw(model)
+    loaded = loaded_by_peft(tmp_path, checkpoints[kind], model, values, dtype)
     merged, expected = merge(model, values), loaded.merge_and_unload()
     for name, weight in expected.named_parameters():
         if dtype == "float32" or weight.dim() < 3:
@@ -163,11 +150,7 @@ def test_the_memory_estimate_is_within_15_percent(
     store = make_store(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_local_experts": 8}
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "mixtral", **sizes)
-    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
-    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *EXPERTS)
+    given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *EXPERTS)
     given += ["data.max_length=2048", *others]
-    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
-    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
-    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
-    memory = estimate(config.model_source().spec, config, ranks, list(loads([second], config)), fused=False)
+    measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)
     assert memory.total == pytest.approx(measured, rel=0.15), f"{memory}, measured {measured}"

@@ -18,12 +18,8 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
-from longctx.data.store import Store
-from longctx.memory.loads import loads
-from longctx.memory.model import estimate
 from longctx.model.lora import merge
 from longctx.model.quantized import BLOCK, QuantizedLinear
-from longctx.training.data import plan_steps
 from tests.lora_cases import (
     gathered_losses,
     make_checkpoint,
@@ -35,8 +31,8 @@ from tests.lora_cases import (
     run_with_checkpoints,
     settings_of,
 )
-from tests.memory_cases import MODEL, peak_of_step_2
-from tests.training_cases import SMALL, make_store
+from tests.memory_cases import peak_and_estimate
+from tests.training_cases import make_store
 from tests.workers import Workers
 
 BASES = ("nf4", "int8")
@@ -232,12 +228,7 @@ def test_the_memory_estimate_is_within_10_percent(
     store = make_store(tmp_path)
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 32}
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
-    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
-    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
+    given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
     given += ["data.max_length=2048", f"lora.base={base}"]
-    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
-    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
-    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
-    spec = config.model_source().spec
-    memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
+    measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)
     assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"

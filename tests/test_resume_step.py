@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from longctx.cli import main
 from longctx.training.saved import checkpoint
-from longctx.training.saved.run_folder import RunFolderError, open_run_folder
+from longctx.training.saved.run_folder import RunFolderError, open_run_folder, set_aside
 from tests.training_cases import SMALL, make_store, pretend_checkpoints, steps_in
 
 
@@ -80,3 +80,11 @@ def test_what_it_does_not_go_with(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "train.steps" in capfd.readouterr().err, "the file of settings may come after the option"
     assert main(["train", str(file), "--resume", "last"]) == 2
     assert "--resume is last: give the step of a checkpoint" in capfd.readouterr().err
+
+
+def test_the_link_to_the_latest_checkpoint_goes_back_too(tmp_path: Path) -> None:
+    pretend_checkpoints(tmp_path, 2, 4)
+    found, _ = checkpoint.of_step(tmp_path, 2)
+    assert found is not None
+    set_aside(tmp_path, found)
+    assert (tmp_path / "latest").resolve().name == "step-000002"

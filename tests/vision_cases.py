@@ -12,19 +12,10 @@ from longctx.data.image_sources import ImagePlace
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
+from tests.huggingface_cases import SIZE
 from tests.pretrained_cases import Step, step
 
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": None,
-    "max_position_embeddings": 512,
-}
+TEXT = {**SIZE, "vocab_size": 96, "max_position_embeddings": 512}
 TOWER = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 MERGING = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "num_heads": 2, "depth": 3}
