@@ -46,7 +46,7 @@ from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
-from longctx.planning.layout import CrossLayout, Layout
+from longctx.planning.layout import CrossLayout, Layout, Span
 
 Make = Callable[[float | None, float, int | None, torch.device], RingAttention | HybridAttention]
 """Builds attention from scale, softcap, window and device."""
@@ -179,6 +179,7 @@ def model_inputs(
     kernel: str = "auto",
     keep_kv: bool = False,
     deterministic: bool = False,
+    blocks: Mapping[int, Sequence[Span]] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """Returns the keyword arguments of a model for one micro-batch.
@@ -192,6 +193,7 @@ def model_inputs(
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: the model gets no
             labels and computes no loss; use `batch.labels`, which are already shifted. Must be None for encoders.
         group, kernel, keep_kv, deterministic: see `ring_attention`.
+        blocks: spans of documents whose tokens also see the later ones of their span, as those of an image; see `Mask`.
         device: device of the model.
 
     Raises:
@@ -211,7 +213,7 @@ def model_inputs(
     inputs: dict[str, Any]
     if source is None:
         inputs = {"input_ids": tokens, "position_ids": positions + first_position(prepared), "use_cache": False}
-        inputs["ring_attention"] = _rings(batch.layout, causal, options)
+        inputs["ring_attention"] = _rings(batch.layout, causal, options, blocks)
     else:
         inputs = attention_inputs(tokens, positions, *(_row(tensor, device) for tensor in (source.tokens, source.positions)))
         layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
@@ -234,9 +236,11 @@ def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> t
     return torch.nn.functional.pad(tensor, (0, int(not len(tensor))), value=filler).to(device).unsqueeze(0)
 
 
-def _rings(layout: Layout | CrossLayout, causal: bool, options: Mapping[str, Any]) -> "Rings":
+def _rings(
+    layout: Layout | CrossLayout, causal: bool, options: Mapping[str, Any], blocks: Mapping[int, Sequence[Span]] | None = None
+) -> "Rings":
     def make(scale: float | None, softcap: float, window: int | None, device: torch.device) -> RingAttention:
-        mask = Mask(causal=causal, window=window)
+        mask = Mask(causal=causal, window=window, blocks=blocks or {})
         return RingAttention(layout, mask=mask, scale=scale, softcap=softcap, device=device, **options)
 
     return Rings(make)

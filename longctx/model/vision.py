@@ -5,7 +5,7 @@ own forward puts them in the places of the embeddings (and, of Qwen3-VL, adds mo
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from longctx.planning.cost.spec import ModelSpec
 from longctx.tokenizer_files import read_json
 
 VISION_FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -75,6 +76,14 @@ def tower_sizes(hf: Any) -> tuple[int, int]:
         patches = (vision.image_size // vision.patch_size) ** 2 // tokens
     features = (1 + len(getattr(vision, "deepstack_visual_indexes", ()))) * config.get_text_config().hidden_size
     return parameters, patches * values + 2 * features
+
+
+def with_tower(spec: ModelSpec, hf: Any) -> ModelSpec:
+    """Returns the spec of a model of transformers with the sizes of its tower, if it has one."""
+    if not is_vision(hf):
+        return spec
+    parameters, values = tower_sizes(hf)
+    return replace(spec, tower_parameters=parameters, tower_values=values)
 
 
 def encode_images(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:

@@ -18,12 +18,14 @@ from longctx.memory.advisor import available_bytes
 from longctx.model.huggingface import block_name
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.lora import with_adapters
+from longctx.model.vision import is_vision, with_tower
 from longctx.parallel.environment import processes_per_node
 from longctx.planning.check import check_settings
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
+from longctx.trainers.images import reading_images
 from longctx.trainers.refusals import TrainerError, needs_sequences, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
@@ -75,6 +77,9 @@ def dynamic_context_parallel(
                 undo.callback(PlannedHead(model, sharing, _recorder(trainer) if merge_prefixes else None).remove)
         else:
             undo.enter_context(_whole_steps(trainer))
+            if is_vision(models[0]):
+                sharing.vision = models[0]
+                undo.enter_context(reading_images(models[0]))
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
@@ -100,10 +105,10 @@ def _groups(args: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | No
 @contextlib.contextmanager
 def _prepared(model: Any) -> Iterator[None]:
     """Prepares a model; its `generate`, which has no layout, keeps the model's own attention. Raises TrainerError."""
-    attention, generate = model.config._attn_implementation, model.generate
+    attention, generate = _attention_of(model), model.generate
 
     def generating(*arguments: Any, **named: Any) -> Any:
-        ring = model.config._attn_implementation
+        ring = _attention_of(model)
         model.set_attn_implementation(attention)
         try:
             return generate(*arguments, **named)
@@ -121,6 +126,12 @@ def _prepared(model: Any) -> Iterator[None]:
         del model.generate
         restore_linear(model)
         model.set_attn_implementation(attention)
+
+
+def _attention_of(model: Any) -> dict[str, str]:
+    """Returns the names of the attention of a model and of its parts, as transformers sets them: a tower has its own."""
+    parts = {name: part for name in model.config.sub_configs if (part := getattr(model.config, name, None)) is not None}
+    return {"": model.config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
 
 
 @contextlib.contextmanager
@@ -156,7 +167,7 @@ def _profile_and_budget(
     """Returns the profile, scaled to the trainer's model unless it is given as a value, and the tokens per rank. Collective."""
     args, model = trainer.args, prepared_part(trainer, trainer.model)
     blocks = model.get_submodule(block_name(model))
-    spec = spec_of(model, blocks)
+    spec = with_tower(spec_of(model, blocks), model)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         spec = with_adapters(spec, blocks)
     dtype = "bfloat16" if args.bf16 or next(model.parameters()).dtype == torch.bfloat16 else "float32"

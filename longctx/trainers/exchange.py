@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longctx.data.image_sources import ImagePlace
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.layout import Span
 from longctx.planning.plan import Plan
@@ -15,13 +16,18 @@ from longctx.planning.tree import Tree
 
 @dataclass(frozen=True)
 class Known:
-    """What all ranks know of a document: the rank that has drawn it, its place among that rank's documents, sizes and shape."""
+    """What all ranks know of a document: the rank that has drawn it, its place among that rank's documents, sizes and shape.
+
+    Of one with images also their places, and the kind of their pixels, an empty tensor.
+    """
 
     rank: int
     number: int
     length: int
     targets: int
     tree: Tree | None
+    places: tuple[ImagePlace, ...] = ()
+    pixels: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,17 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.huggingface import model_inputs
+from longctx.data.image_shares import share_images
 from longctx.data.packing import MicroBatch, fill
+from longctx.model.huggingface import row
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
+from longctx.trainers.images import exchange_pixels
 from longctx.trainers.refusals import TrainerError
+from longctx.training.images import blocks_of, read_images
 
 Ids = npt.NDArray[np.int64]
 
@@ -56,6 +60,7 @@ class Sharing:
         ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models run.
         plans: the last plans, for reports.
         undo: what `restore` closes.
+        vision: the model of transformers, if it reads images.
     """
 
     profile: HardwareProfile
@@ -68,6 +73,7 @@ class Sharing:
     ids_group: dist.ProcessGroup | None = None
     plans: deque[Plan] = field(default_factory=lambda: deque(maxlen=100))
     undo: ExitStack = field(default_factory=ExitStack)
+    vision: Any = None
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -107,8 +113,9 @@ class Sharing:
             at = exchange.places[document, start]
             return held[at : at + stop - start, 0], held[at : at + stop - start, 1]
 
+        filled = [fill(plan.layout(index, self.rank), read) for index in range(len(plan.micro_batches))]
         return Share(
-            micro_batches=[fill(plan.layout(index, self.rank), read) for index in range(len(plan.micro_batches))],
+            micro_batches=self._with_images(plan, planned, mine, filled),
             micro_batch_targets=[sum(planned[placed.document].targets for placed in each) for each in plan.micro_batches],
             targets=sum(document.targets for document in planned),
             tokens=sum(document.length for document in everything),
@@ -116,10 +123,25 @@ class Sharing:
             exchange=exchange,
         )
 
+    def _with_images(
+        self, plan: Plan, planned: Sequence[Known], mine: Sequence[Document], micro_batches: list[MicroBatch]
+    ) -> list[MicroBatch]:
+        """Returns the micro-batches with their images, whose pixels travel to the ranks that encode them. Collective."""
+        places = {number: document.places for number, document in enumerate(planned) if document.places}
+        if not places:
+            return micro_batches
+        own = {number: document.images for number, document in enumerate(mine) if document.images is not None}
+        read = exchange_pixels(self.vision, plan, planned, own, self.rank, self.ids_group)
+        return [replace(each, images=share_images(plan, each.layout, places, read)) for each in micro_batches]
+
     def inputs(self, model: Any, batch: MicroBatch) -> dict[str, Any]:
         """Returns the arguments of a model's forward; trainers divide by the number of targets themselves."""
-        inputs = model_inputs(model, batch, 1, group=self.group, kernel=self.kernel, device=self.device)
+        blocks = blocks_of(batch, self.vision)
+        inputs = model_inputs(model, batch, 1, group=self.group, kernel=self.kernel, device=self.device, blocks=blocks)
         del inputs["num_items_in_batch"]
+        if batch.images is not None:
+            inputs["images"], positions = read_images(batch, batch.images, self.vision, self.group, self.device)
+            inputs["position_ids"] = row(positions)
         return inputs
 
     def rows_of_batch(
@@ -140,7 +162,7 @@ class Sharing:
 
     def _gather(self, batches: Sequence[Sequence[Document]]) -> list[list[Known]]:
         """Returns the documents of all ranks, by batch, in the order in which one process would draw them."""
-        sizes = [[(len(document.tokens), document.targets, document.tree) for document in batch] for batch in batches]
+        sizes = [[_sizes(document) for document in batch] for batch in batches]
         gathered = [sizes]
         if self.ids_group is not None:
             gathered = [[] for _ in range(self.ranks)]
@@ -166,3 +188,9 @@ class Sharing:
             raise TrainerError(f"{error}; or shorten the documents, as SFTConfig's max_length does") from error
         self.plans.append(plan)
         return plan
+
+
+def _sizes(document: Document) -> tuple[Any, ...]:
+    """Returns what other ranks know of a document."""
+    of_images = () if document.images is None else (document.images.places, document.images.kind)
+    return len(document.tokens), document.targets, document.tree, *of_images

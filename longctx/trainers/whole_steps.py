@@ -52,6 +52,7 @@ class WholeSteps:
     def training_step(self: Any, model: Any, inputs: "_Inputs", num_items_in_batch: Any = None) -> torch.Tensor:
         share, loss = inputs.share, torch.zeros((), device=self.args.device)
         own: Any = super()
+        model.train()  # as the trainer's own step does; metrics are counted by mode
         # FSDP2 would keep whole gradients until the last micro-batch.
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         with self._metrics_of_the_step(share):
@@ -96,7 +97,7 @@ class WholeSteps:
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
         """Returns the documents of the last batch that the loader has yielded."""
-        state, rows = self.accelerator.gradient_state, rows_of(batch)
+        state, rows = self.accelerator.gradient_state, rows_of(batch, self.dynamic.vision)
         if state.end_of_dataloader and (remainder := rows_of_last_batches(state.active_dataloader)):
             # accelerate fills the last batches of an epoch with rows of its first ones
             rows = rows[: max(0, remainder - self.dynamic.rank * len(rows))]

@@ -180,6 +180,7 @@ class Passes:
                 return make_attention(*common, layout, self.clock, causal=role == "decoder")
 
             return SourceAttention.of(of_role, copy_to(source.tokens, device), copy_to(source.positions, device))
-        plan, layout, blocks = batch.plan, micro_batch.layout, blocks_of(micro_batch, self.model)
+        plan, layout = batch.plan, micro_batch.layout
+        blocks = blocks_of(micro_batch, getattr(self.model, "hf", None))
         make = make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock, blocks=blocks)
         return self.model.attention(make)

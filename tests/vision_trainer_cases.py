@@ -1,0 +1,160 @@
+"""Trainers of transformers and TRL on documents with images, on one process and on several."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText
+
+from longctx.planning.plan import Plan
+from longctx.trainers import step
+from tests import vision_cases
+from tests.data_cases import placed_plan
+from tests.trainer_cases import PROFILE, arguments, as_rank, report
+
+STEP = {"optim": "sgd", "learning_rate": 100.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1}
+"""One step whose change of the weights is 100 times their gradient."""
+
+
+def rows(family: str) -> list[dict[str, Any]]:
+    """The documents of `vision_cases`, as a data set in memory."""
+    parts = zip(vision_cases.documents(family), vision_cases.labels(family), strict=True)
+    return [{"number": number, "input_ids": ids, "labels": labels} for number, (ids, labels) in enumerate(parts)]
+
+
+def collator(family: str) -> Any:
+    """Returns a data collator like TRL's: with pixels of all images, and types of tokens under the name of the family."""
+
+    def collate(batch: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in batch)
+
+        def padded(name: str, filler: int) -> torch.Tensor:
+            fill = [torch.full((longest - len(row[name]),), filler) for row in batch]
+            return torch.stack([torch.cat([row[name], end]) for row, end in zip(batch, fill, strict=True)])
+
+        made = {name: padded(name, filler) for name, filler in (("input_ids", 0), ("labels", -100))}
+        lengths = torch.tensor([len(row["input_ids"]) for row in batch])
+        made["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+        numbers = [row["number"] for row in batch]
+        images = [(number, k) for number in numbers for k in range(len(vision_cases.places_of(family).get(number, ())))]
+        kinds = (made["input_ids"] == vision_cases.IMAGE).int()
+        if family == "gemma3":
+            made["token_type_ids"] = kinds
+        elif family != "llava":
+            made["mm_token_type_ids"] = kinds
+        return made | (dict(vision_cases.pixels(family, images)) if images else {})
+
+    return collate
+
+
+@contextlib.contextmanager
+def placed() -> Iterator[None]:
+    """Plans of the documents are those of `vision_cases`, in whatever order they are drawn: no two have the same length."""
+
+    def make_plan(lengths: Sequence[int], ranks: int, **_: Any) -> Plan:
+        order = [vision_cases.LENGTHS.index(length) for length in lengths]
+        placements = vision_cases.PLACEMENTS[ranks]
+        return placed_plan(
+            lengths, ranks, [[replace(p, document=order.index(p.document)) for p in each] for each in placements]
+        )
+
+    own, step.make_plan = step.make_plan, make_plan
+    try:
+        yield
+    finally:
+        step.make_plan = own
+
+
+def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains one step with `transformers.Trainer` on all documents, one by one without `dynamic`."""
+    from transformers import Trainer, TrainingArguments
+
+    from longctx.trainers import dynamic_context_parallel
+
+    ranks = as_rank()
+    given = arguments(folder, ranks, 1, **{"eval_strategy": "no", **STEP, **options})
+    each = 1 if not dynamic else len(vision_cases.LENGTHS) // ranks
+    given |= {"per_device_train_batch_size": each, "gradient_accumulation_steps": len(vision_cases.LENGTHS) // each // ranks}
+    hf = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
+    trainer = Trainer(hf, TrainingArguments(**given), data_collator=collator(family), train_dataset=rows(family))
+    trainer.model_accepts_loss_kwargs = True
+    if dynamic:
+        dynamic_context_parallel(trainer, tokens_per_rank=90, profile=PROFILE)
+    with placed():
+        trainer.train()
+    found = report(trainer)
+    found["gradients"] = {
+        name: (before[name] - weight) / STEP["learning_rate"] for name, weight in found.pop("weights").items()
+    }
+    return found
+
+
+def processor(folder: Path, family: str) -> Any:
+    """Returns the processor of a checkpoint; Qwen's without its part for videos, which needs torchvision."""
+    import transformers
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    names = {"llava": "LlavaProcessor", "gemma3": "Gemma3Processor", "qwen2_vl": "Qwen2VLProcessor"}
+    kind = getattr(transformers, names.get(family, "Qwen2_5_VLProcessor"))
+    if not family.startswith("qwen"):
+        return kind.from_pretrained(str(folder), backend="pil")
+    made = kind.__new__(kind)
+    made.tokenizer = AutoTokenizer.from_pretrained(folder)
+    made.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    made.chat_template, made.video_processor = made.tokenizer.chat_template, None
+    for what in ("image", "video"):
+        setattr(made, f"{what}_token", f"<|{what}_pad|>")
+        setattr(made, f"{what}_token_id", made.tokenizer.convert_tokens_to_ids(f"<|{what}_pad|>"))
+    return made
+
+
+def conversations(count: int) -> Any:
+    """Returns a data set of conversations with none, one and two images."""
+    import io
+
+    import datasets
+    from PIL import Image
+
+    from tests.image_cases import chat, picture
+
+    def opened(number: int, k: int) -> Any:
+        return Image.open(io.BytesIO(picture(10 * number + k, 24 + 8 * (number % 4), 24 + 16 * k)))
+
+    images = [[opened(number, k) for k in range(number % 3)] for number in range(count)]
+    messages = [chat("What is this? " * (1 + number % 3), "It is this. " * (1 + number % 4)) for number in range(count)]
+    kinds = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+        }
+    )
+    return datasets.Dataset.from_dict({"images": images, "messages": messages}, features=kinds)
+
+
+def finetune(folder: Path, model: Path, family: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Fine-tunes with `trl.SFTTrainer` and its own collator, whose batches are padded without `dynamic`."""
+    from trl import SFTConfig, SFTTrainer
+
+    from longctx.trainers import dynamic_context_parallel
+
+    ranks, options = as_rank(), dict(options)
+    adapters = options.pop("adapters", None)
+    given = arguments(folder, ranks, 1, **{"max_length": None, "learning_rate": 1e-3, **options})
+    del given["remove_unused_columns"]
+    trainer = SFTTrainer(
+        AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
+        args=SFTConfig(**given),
+        train_dataset=conversations(31),
+        eval_dataset=conversations(14),
+        processing_class=processor(model, family),
+        peft_config=adapters,
+    )
+    trainer.model_accepts_loss_kwargs = True
+    if dynamic:
+        dynamic_context_parallel(trainer, tokens_per_rank=240 if ranks == 1 else 128, profile=PROFILE)
+    trainer.train()
+    return report(trainer)
