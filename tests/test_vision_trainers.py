@@ -1,16 +1,23 @@
 """Images in trainers of transformers and TRL: what one plain process computes from documents one by one."""
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from longctx.model.vision import VISION_FAMILIES
+from longctx.model.vision import VISION_FAMILIES, weights_of_images
+from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from longctx.trainers.documents import rows_of
+from longctx.trainers.exchange import Known
+from longctx.trainers.images import exchange_pixels
 from tests import vision_cases
 from tests.marks import slow_unless
 from tests.test_trainers import assert_equal
-from tests.vision_trainer_cases import finetune, train
+from tests.trainer_cases import PROFILE
+from tests.vision_trainer_cases import alone, finetune, train
 from tests.workers import Workers
 
 
@@ -39,11 +46,143 @@ def test_a_step_is_that_of_single_documents(workers: Workers, tmp_path: Path, fa
     assert_step(runs, expected)
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("llava", 2), ("qwen3_vl", 3), ("gemma3", 2)])
-def test_sft_with_the_collator_of_trl(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
-    """Two epochs, whose last steps are not full, and evaluations; logs, metrics and weights."""
+WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]}
+RECOMPUTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fully sharded": ("qwen3_vl", {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}),
+    "recomputed": (
+        "gemma3",
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            "ddp_find_unused_parameters": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_the_same_in_every_way(workers: Workers, tmp_path: Path, way: str) -> None:
+    family, options = WAYS[way]
+    model = vision_cases.save_model(tmp_path / "model", family)
+    (expected,) = workers.run(train, 1, tmp_path / "plain", model, family, False, {})
+    assert_step(workers.run(train, 3, tmp_path / "ours", model, family, True, options), expected)
+
+
+ADAPTERS = {"lora": r".*language_model.*\.(q_proj|v_proj)"}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "options"),
+    [
+        pytest.param("llava", 2, {}, marks=pytest.mark.slow),
+        ("qwen3_vl", 3, {}),
+        ("gemma3", 2, ADAPTERS),
+        pytest.param("qwen2_vl", 2, {"lora": "all-linear"}, marks=pytest.mark.slow),
+    ],
+    ids=["llava", "qwen3_vl", "adapters", "adapters on the encoder"],
+)
+def test_sft_with_the_collator_of_trl(
+    workers: Workers, tmp_path: Path, family: str, ranks: int, options: dict[str, Any]
+) -> None:
+    """An epoch, whose last step is not full, and an evaluation; logs, metrics and weights."""
     model = vision_cases.save_checkpoint(tmp_path / "model", family)
-    (expected,) = workers.run(finetune, 1, tmp_path / "plain", model, family, False, {})
-    runs = workers.run(finetune, ranks, tmp_path / "ours", model, family, True, {})
+    (expected,) = workers.run(finetune, 1, tmp_path / "plain", model, family, False, options)
+    runs = workers.run(finetune, ranks, tmp_path / "ours", model, family, True, options)
     assert_equal(runs, expected)
     assert max(runs[0]["degrees"]) >= 2
+
+
+# --- one process, without a group
+
+
+def attached(folder: Path, family: str, **changed: Any) -> Any:
+    """Returns a trainer with dynamic context parallelism; `changed` are fields of its batches."""
+    ours = alone(folder, family)
+    collate = ours.data_collator
+    ours.data_collator = lambda rows: {**collate(rows), **changed}
+    dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
+    return ours
+
+
+def test_pixels_that_are_not_those_of_the_tokens_are_refused(tmp_path: Path) -> None:
+    more = dict(vision_cases.pixels("qwen2_vl", [(0, 0), (0, 1), (0, 2), (3, 0), (4, 0), (4, 0)]))
+    fewer = dict(vision_cases.pixels("qwen2_vl", [(0, 0), (0, 1)]))
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("qwen2_vl", more, "more images than its tokens of images need: do not cut documents"),
+        ("qwen2_vl", fewer, "tokens of images in row .* are not those of its images: do not cut documents"),
+        ("gemma3", {"token_type_ids": None}, "returns no token_type_ids, by which Gemma3ForConditionalGeneration lets"),
+        ("llava", {"position_ids": torch.zeros(6, 90)}, "images and packed rows: leave out packing"),
+        ("llava", {"pixel_values_videos": torch.zeros(1)}, "returns pixel_values_videos, which splitting documents would lose"),
+    ]
+    for family, changed, message in cases:
+        with pytest.raises(TrainerError, match=message):
+            attached(tmp_path / family, family, **changed).train()
+
+
+def test_text_models_refuse_images() -> None:
+    with pytest.raises(TrainerError, match=r"pixel_values, which splitting documents would lose.*images only for llava"):
+        rows_of({"input_ids": torch.zeros(1, 2), "labels": torch.zeros(1, 2), "pixel_values": torch.zeros(1, 3, 2, 2)})
+
+
+def test_pixels_of_two_kinds_are_refused() -> None:
+    kinds = [torch.zeros(0, 3, 16, 16), torch.zeros(0, 3, 8, 8)]
+    known = [Known(0, number, 20, 1, None, vision_cases.PLACES[4], kind) for number, kind in enumerate(kinds)]
+    with pytest.raises(TrainerError, match=r"\[3, 16, 16\] of torch.float32 and \[3, 8, 8\].*by one image processor"):
+        exchange_pixels(None, None, known, {}, 0, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "set trainer.model_accepts_loss_kwargs = True before"),
+        (lambda ours: setattr(ours.model.config.vision_config, "attention_dropout", 0.1), "attention_dropout is 0.1"),
+        (lambda ours: as_dpo(ours), "train_dataset has images, but DPOTrainer needs whole sequences.*use SFTTrainer"),
+    ],
+    ids=["mean of means", "dropout of the encoder", "DPO"],
+)
+def test_settings_that_are_refused(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
+    ours = alone(tmp_path, "llava")
+    change(ours)
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
+
+
+def test_an_encoder_without_gradients_is_refused_if_ddp_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = alone(tmp_path, "llava", **RECOMPUTED)
+    monkeypatch.setattr(type(ours.args), "world_size", 2)
+    with pytest.raises(TrainerError, match="ddp_find_unused_parameters is off, but documents without images"):
+        dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
+
+
+def as_dpo(ours: Any) -> None:
+    import datasets
+    from trl import DPOTrainer
+
+    ours.__class__ = type("DPOTrainer", (DPOTrainer,), {"__module__": "trl.trainer.dpo_trainer"})
+    ours.train_dataset = datasets.Dataset.from_dict({"images": [[0]], "prompt": [""]})
+
+
+def test_the_model_generates_from_images_with_its_own_attention(tmp_path: Path) -> None:
+    """Also between steps, after which the encoder has its own attention again."""
+    ours = alone(tmp_path, "gemma3", max_steps=2, learning_rate=0.0)
+    ids, model = vision_cases.documents("gemma3")[4][None, :30], ours.model
+    inputs = {"input_ids": ids, "token_type_ids": (ids == 90).int(), **vision_cases.pixels("gemma3", [(4, 0)])}
+    expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    forward = model.forward
+    dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
+    ours.train()
+    assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
+    restore(ours)
+    assert model.forward == forward and model.config.vision_config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_memory_counts_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("longctx.trainers.dynamic.tokens_that_fit", lambda trainer, spec, *_: seen.append(spec) or 1024)
+    ours = alone(tmp_path, "llava")
+    dynamic_context_parallel(ours, profile=PROFILE)
+    assert seen[0].tower_parameters == sum(weight.numel() for weight in weights_of_images(ours.model)) > 0
+    restore(ours)

@@ -13,7 +13,7 @@ from longctx.planning.plan import Plan
 from longctx.trainers import step
 from tests import vision_cases
 from tests.data_cases import placed_plan
-from tests.trainer_cases import PROFILE, arguments, as_rank, report
+from tests.trainer_cases import PROFILE, arguments, as_rank, report, select_fsdp_on_cpus
 
 STEP = {"optim": "sgd", "learning_rate": 100.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1}
 """One step whose change of the weights is 100 times their gradient."""
@@ -75,6 +75,8 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
     from longctx.trainers import dynamic_context_parallel
 
     ranks = as_rank()
+    if "fsdp" in options:
+        select_fsdp_on_cpus()
     given = arguments(folder, ranks, 1, **{"eval_strategy": "no", **STEP, **options})
     each = 1 if not dynamic else len(vision_cases.LENGTHS) // ranks
     given |= {"per_device_train_batch_size": each, "gradient_accumulation_steps": len(vision_cases.LENGTHS) // each // ranks}
@@ -91,6 +93,19 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
         name: (before[name] - weight) / STEP["learning_rate"] for name, weight in found.pop("weights").items()
     }
     return found
+
+
+def alone(folder: Path, family: str, **options: Any) -> Any:
+    """Returns a plain trainer of a new model, without a group."""
+    from transformers import Trainer, TrainingArguments
+
+    from tests.test_trainers import as_rank_alone
+
+    as_rank_alone()
+    saved = vision_cases.save_model(folder / "model", family)
+    hf = AutoModelForImageTextToText.from_pretrained(saved, dtype=torch.float32)
+    given = TrainingArguments(**arguments(folder, 2, 1, **{"eval_strategy": "no", **options}))
+    return Trainer(hf, given, data_collator=collator(family), train_dataset=rows(family))
 
 
 def processor(folder: Path, family: str) -> Any:
@@ -137,18 +152,20 @@ def conversations(count: int) -> Any:
 
 def finetune(folder: Path, model: Path, family: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Fine-tunes with `trl.SFTTrainer` and its own collator, whose batches are padded without `dynamic`."""
+    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
-    adapters = options.pop("adapters", None)
-    given = arguments(folder, ranks, 1, **{"max_length": None, "learning_rate": 1e-3, **options})
+    targets = options.pop("lora", None)
+    adapters = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM") if targets else None
+    given = arguments(folder, ranks, 1, **{"max_length": None, "num_train_epochs": 1, **options})
     del given["remove_unused_columns"]
     trainer = SFTTrainer(
         AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
         args=SFTConfig(**given),
-        train_dataset=conversations(31),
+        train_dataset=conversations(38),
         eval_dataset=conversations(14),
         processing_class=processor(model, family),
         peft_config=adapters,

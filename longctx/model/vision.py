@@ -61,11 +61,16 @@ def tower_blocks(hf: Any) -> Sequence[nn.Module]:
     return list(max(lists, key=len, default=()))
 
 
+def weights_of_images(hf: Any) -> list[nn.Parameter]:
+    """Returns the weights outside of the language model."""
+    modules = hf.base_model.language_model, hf.get_output_embeddings()
+    of_text = {id(weight) for module in modules for weight in module.parameters()}
+    return [weight for weight in hf.parameters() if id(weight) not in of_text]
+
+
 def tower_sizes(hf: Any) -> tuple[int, int]:
     """Returns the parameters outside of the language model, and the values that they keep for a token of an image."""
-    base = hf.base_model
-    of_text = {id(weight) for module in (base.language_model, hf.get_output_embeddings()) for weight in module.parameters()}
-    parameters = sum(weight.numel() for weight in hf.parameters() if id(weight) not in of_text)
+    parameters = sum(weight.numel() for weight in weights_of_images(hf))
     blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
     linear = (module for block in blocks for module in block.modules() if isinstance(module, nn.Linear))
     values = sum(module.in_features + module.out_features for module in linear)

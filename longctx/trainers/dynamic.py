@@ -26,7 +26,7 @@ from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
-from longctx.trainers.refusals import TrainerError, needs_sequences, refuse
+from longctx.trainers.refusals import TrainerError, needs_sequences, prepared_part, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
@@ -153,12 +153,6 @@ def _recorder(trainer: Any) -> Callable[[float], None]:
         trainer._metrics["train" if trainer.model.training else "eval"]["tokens_after_merging"].append(share)
 
     return record
-
-
-def prepared_part(trainer: Any, model: Any) -> Any:
-    """Returns the model of transformers inside a model of the trainer and its adapters."""
-    inner = trainer.accelerator.unwrap_model(model)
-    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
 
 
 def _profile_and_budget(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from longctx.errors import UserError
+from longctx.model.vision import is_vision, weights_of_images
 
 OF_TOKENS = ("SFTTrainer",)
 """Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""
@@ -22,6 +23,12 @@ def refuse(trainer: Any, own_loss_is_a_token_sum: bool) -> None:
     problems = [*_trainer_problems(trainer, own_loss_is_a_token_sum), *_argument_problems(trainer), *_model_problems(trainer)]
     if problems:
         raise TrainerError(f"dynamic context parallelism is not possible: {'; '.join(problems)}")
+
+
+def prepared_part(trainer: Any, model: Any) -> Any:
+    """Returns the model of transformers inside a model of the trainer and its adapters."""
+    inner = trainer.accelerator.unwrap_model(model)
+    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
 
 
 def needs_sequences(trainer: Any) -> bool:
@@ -46,8 +53,20 @@ def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[s
         )
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func sees only this rank's tokens: omit it"
-    if not trainer.model_accepts_loss_kwargs:
+    model = prepared_part(trainer, trainer.model)
+    if not trainer.model_accepts_loss_kwargs and is_vision(model):
+        yield (
+            f"{type(model).__name__} has accepts_loss_kwargs=False, with which the loss is a mean of the means of batches: set "
+            "trainer.model_accepts_loss_kwargs = True before, for the mean over the tokens of a step"
+        )
+    elif not trainer.model_accepts_loss_kwargs:
         yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
+    images = {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ())
+    if images and needs_sequences(trainer):
+        yield (
+            f"train_dataset has {' and '.join(sorted(images))}, but {name} needs whole sequences, whose images cannot travel: "
+            f"use {', '.join(OF_TOKENS)}, or remove the column"
+        )
     if getattr(trainer, "aux_loss_enabled", False):
         yield (
             "the auxiliary loss of routers depends on which tokens are together: set output_router_logits to False in the "
@@ -82,10 +101,22 @@ def _model_problems(trainer: Any) -> Iterator[str]:
     for config in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {}).values():
         if config.is_prompt_learning:
             yield f"{config.peft_type.value} adds virtual tokens to every document: use adapters of matrices, such as LoRA"
-    for name, value in trainer.model.config.get_text_config().to_dict().items():
-        if name in ("attention_dropout", "attn_pdrop") and value:
-            yield f"{name} is {value:g} in the model's config, which would depend on how documents are split: set it to 0"
+    model = prepared_part(trainer, trainer.model)
+    for config in filter(None, (model.config.get_text_config(), getattr(model.config, "vision_config", None))):
+        for name, value in config.to_dict().items():
+            if name in ("attention_dropout", "attn_pdrop") and value:
+                yield f"{name} is {value:g} in the model's config, which would depend on how documents are split: set it to 0"
+    handler, ddp = trainer.accelerator.ddp_handler, trainer.args.world_size > 1 and not trainer.is_fsdp_enabled
+    if ddp and is_vision(model) and not (handler and handler.find_unused_parameters) and _trains_encoder(model):
+        yield (
+            "ddp_find_unused_parameters is off, but documents without images give the encoder of images no gradient: set it to "
+            "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
+        )
     for name, module in trainer.model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             yield f"{name} is a dropout of {module.p:g}, which would depend on how documents are split: set it to 0"
             return
+
+
+def _trains_encoder(model: Any) -> bool:
+    return any(weight.requires_grad for weight in weights_of_images(model))
