@@ -1,5 +1,6 @@
 """Vision-language models: loss and gradients of transformers' own code, however documents and their images are split."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,14 @@ def test_a_spec_has_all_parameters(tmp_path: Path) -> None:
         assert source.spec.tower_parameters == tower - (0 if source.spec.tie_word_embeddings else 96 * 32)
 
 
-def test_a_frozen_encoder_gets_no_gradient(workers: Workers, tmp_path: Path) -> None:
-    folder = vision_cases.save_model(tmp_path / "model", "qwen2_5_vl")
-    loss, gradients, state = vision_cases.reference(folder, "qwen2_5_vl")
-    expected = loss, {name: 0 * part if ".visual." in name else part for name, part in gradients.items()}, state
-    frozen = ["train.freeze=['\\.visual\\.']"]
-    assert_step(workers.run(vision_cases.vision_step, 2, folder, "qwen2_5_vl", frozen), expected)
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [("qwen2_5_vl", r"\.visual\."), ("gemma3", r"\.language_model\."), ("qwen3_vl", r"language_model\.(embed|layers\.0)")],
+    ids=["encoder", "language model", "first layers"],
+)
+def test_frozen_parts_get_no_gradient(workers: Workers, tmp_path: Path, family: str, frozen: str) -> None:
+    """Ranks without tokens of images take part in the backward of those with some."""
+    folder = vision_cases.save_model(tmp_path / "model", family)
+    loss, gradients, state = vision_cases.reference(folder, family)
+    expected = loss, {name: 0 * part if re.search(frozen, name) else part for name, part in gradients.items()}, state
+    assert_step(workers.run(vision_cases.vision_step, 2, folder, family, [f"train.freeze=['{frozen}']"]), expected)

@@ -50,6 +50,7 @@ WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen3VLTextDeco
 RECOMPUTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "fully sharded": ("qwen3_vl", {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}),
+    "first layers frozen": ("qwen3_vl", {"frozen": r"language_model\.(embed|layers\.0)"}),
     "recomputed": (
         "gemma3",
         {
@@ -65,7 +66,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_step_is_the_same_in_every_way(workers: Workers, tmp_path: Path, way: str) -> None:
     family, options = WAYS[way]
     model = vision_cases.save_model(tmp_path / "model", family)
-    (expected,) = workers.run(train, 1, tmp_path / "plain", model, family, False, {})
+    plain = {"frozen": options["frozen"]} if "frozen" in options else {}
+    (expected,) = workers.run(train, 1, tmp_path / "plain", model, family, False, plain)
     assert_step(workers.run(train, 3, tmp_path / "ours", model, family, True, options), expected)
 
 

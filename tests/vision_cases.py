@@ -152,6 +152,12 @@ def reference(folder: Path, family: str) -> Step:
         folder, attn_implementation="eager", dtype=torch.float32
     )
     state = {name: value.clone() for name, value in model.eval().state_dict().items()}
+    loss = own_step(model, family)
+    return loss, {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in model.named_parameters()}, state
+
+
+def own_step(model: Any, family: str) -> float:
+    """Returns the loss over single documents by transformers' own code, and computes gradients."""
     loss = torch.zeros(())
     targets = sum(int((label[1:] != -100).sum()) for label in labels(family))
     for number, (tokens, label) in enumerate(zip(documents(family), labels(family), strict=True)):
@@ -162,7 +168,7 @@ def reference(folder: Path, family: str) -> Step:
         if part.requires_grad:
             part.backward()
         loss += part.detach()
-    return loss.item(), {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in model.named_parameters()}, state
+    return loss.item()
 
 
 def own_logits(model: Any, family: str, number: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -190,6 +196,23 @@ def vision_step(folder: Path, family: str, settings: list[str]) -> Step:
     """Returns the same from the trainer, packed, split and sharded."""
     dist.barrier()
     return step(folder, settings, lambda ranks, rank: make_batch(family, ranks, rank))
+
+
+def adapted_step(folder: Path, family: str, settings: list[str], values: dict[str, torch.Tensor]) -> Step:
+    """As `vision_step`, with these values of adapters."""
+    from longctx.model.lora import AdaptedModel
+
+    own = AdaptedModel.initial_value
+
+    def initial_value(self: Any, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+        given = values.get(name.removeprefix("hf."))
+        return own(self, name, parameter, seed) if given is None else given.to(parameter.dtype)
+
+    AdaptedModel.initial_value = initial_value  # type: ignore[method-assign]
+    try:
+        return vision_step(folder, family, settings)
+    finally:
+        AdaptedModel.initial_value = own  # type: ignore[method-assign]
 
 
 QWEN_TEMPLATE = (

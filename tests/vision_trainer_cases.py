@@ -1,6 +1,7 @@
 """Trainers of transformers and TRL on documents with images, on one process and on several."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,13 +75,16 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
 
     from longctx.trainers import dynamic_context_parallel
 
-    ranks = as_rank()
+    ranks, options = as_rank(), dict(options)
+    frozen = options.pop("frozen", None)
     if "fsdp" in options:
         select_fsdp_on_cpus()
     given = arguments(folder, ranks, 1, **{"eval_strategy": "no", **STEP, **options})
     each = 1 if not dynamic else len(vision_cases.LENGTHS) // ranks
     given |= {"per_device_train_batch_size": each, "gradient_accumulation_steps": len(vision_cases.LENGTHS) // each // ranks}
     hf = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    for name, weight in hf.named_parameters():
+        weight.requires_grad_(frozen is None or not re.search(frozen, name))
     before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
     trainer = Trainer(hf, TrainingArguments(**given), data_collator=collator(family), train_dataset=rows(family))
     trainer.model_accepts_loss_kwargs = True

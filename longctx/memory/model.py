@@ -110,8 +110,8 @@ class Weights:
         self.vocabulary_matrices = first + last - (first and last and spec.tie_word_embeddings)
         self.root = self.vocabulary_matrices * embedding + (spec.norm_parameters if last else 0)
         self.root += positions + spec.prediction_parameters
-        tower = spec.tower_parameters if first else 0
-        self.all = layers * whole + self.root + tower
+        tower, adapters = (spec.tower_parameters, spec.tower_adapters) if first else (0, 0)
+        self.all = layers * whole + self.root + tower + adapters
         frozen = [(each.frozen_matrices // split + each.frozen_others, each.frozen_experts // split) for each in held]
         here = [whole - experts + experts // expert_ranks for whole, experts in frozen]
         frozen_vocabulary = spec.frozen_embedding + (spec.frozen_head and not spec.tie_word_embeddings)
@@ -123,7 +123,7 @@ class Weights:
         self.trained_block = layer.adapter_parameters if spec.adapted else self.block - min(here)
         self.trained_root = 0 if spec.adapted else self.root - of_root
         self.trained_head = 0 if spec.adapted or spec.frozen_head or not last else embedding
-        self.trained_tower = 0 if spec.adapted else tower - of_tower
+        self.trained_tower = adapters if spec.adapted else tower - of_tower
         self.trained = layers * (layer.adapter_parameters if spec.adapted else self.block) + self.trained_root - sum(here)
         self.trained += self.trained_tower
         self.updated = self.trained if spec.adapted else self.all - of_root - of_tower - sum(whole for whole, _ in frozen)

@@ -7,6 +7,7 @@ step, a run of the model on a few tokens checks that packing and splitting docum
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.vision import Images, encode_images, is_vision, tower_blocks, with_tower
+from longctx.model.vision import Images, encoded, is_vision, tower_blocks, with_tower
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
@@ -139,14 +140,13 @@ class TransformersModel(Model):
         """
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         arguments = self._arguments(tokens, positions, attention)
-        if images is not None:
-            arguments["mm_encoder_outputs"], anchor = encode_images(self.hf, images)
-        if head is None:
-            logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
-            return logits
-        with packing_from_layout():
-            hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
-        hidden = hidden if images is None else hidden + anchor
+        with nullcontext() if images is None else encoded(self.hf, images) as of_images:
+            arguments |= {} if images is None else {"mm_encoder_outputs": of_images}
+            if head is None:
+                logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
+                return logits
+            with packing_from_layout():
+                hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def _arguments(self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from longctx.model.huggingface import OURS, TransformersModel, TransformersSourc
 from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError, StackError
 from longctx.model.protocol import generator_of
 from longctx.model.quantized import QuantizedLinear, quantize_layers
-from longctx.model.vision import is_vision
+from longctx.model.vision import is_vision, part_of, parts_with_images, weights_of_images
 from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
@@ -82,7 +82,7 @@ class AdaptedModel(TransformersModel):
         if different or len(self.prefixes) != len(self.adapted) + len(stacks):
             raise LoraError(f"peft adapts other weights than requested, they differ in {', '.join(sorted(different)[:5])}")
         self.actual = {plain_name(name): name for name in self.hf.state_dict() if not name.endswith(ADAPTERS)}
-        self.spec = with_adapters(self.spec, self.layers)
+        self.spec = with_adapters(self.spec, self.layers, self.hf)
         if lora.quantized is not None:
             quantize_layers(self.layers, lora.quantized)
             self.spec = with_quantized(self.spec, self.layers)
@@ -180,39 +180,41 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     """Returns the names of the linear layers to adapt, in the order of the model.
 
     `twin` is the model on the meta device, without adapters. `targets` is "all-linear" (all but the output head), or the last
-    parts of names. Experts stored as one parameter are not linear layers. Raises LoraError for a name that no linear layer has,
-    and for layers that cannot have adapters.
+    parts of names. Of a model with images both mean layers of the language model; others are named after the part that they
+    are in, such as `visual.qkv` or `visual.all-linear`. Experts stored as one parameter are not linear layers. Raises LoraError
+    for a name that no linear layer has, and for layers that cannot have adapters.
     """
     from transformers.pytorch_utils import Conv1D
 
-    head = twin.get_output_embeddings()
+    head, kind = twin.get_output_embeddings(), type(twin).__name__
     linear = {name: module for name, module in twin.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    if is_vision(twin):  # the encoder of images stays frozen
-        linear = {name: module for name, module in linear.items() if ".language_model." in name or module is head}
-    chosen = [name for name, module in linear.items() if module is not head]
-    kind = type(twin).__name__
-    there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in chosen}))}"
-    if not chosen:
-        raise LoraError(f"{kind} has no linear layer besides its head, so there is nothing to adapt")
-    if targets == ALL_LINEAR:
-        taken_for_experts = _taken_for_experts(twin, chosen)
-        return tuple(name for name in chosen if name not in taken_for_experts)
-    matched: set[str] = set()
-    for target in targets:
-        named = {name: module for name, module in twin.named_modules() if name == target or name.endswith(f".{target}")}
-        if is_vision(twin):
-            named = {name: module for name, module in named.items() if name in linear or ".language_model." in name}
-        others = {type(module).__name__ for name, module in named.items() if name not in linear}
+    matched, asked = set[str](), set[str]()
+    for target in [targets] if isinstance(targets, str) else targets:
+        part, end = part_of(twin, target)
+        inside = {name: module for name, module in twin.named_modules() if part in name or module is head}
+        chosen = [name for name, module in inside.items() if name in linear and module is not head]
+        there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in chosen}))}"
+        if others := parts_with_images(twin):
+            there_are += f", and more under {', '.join(others)} ({others[0]}.NAME, {others[0]}.{ALL_LINEAR})"
+        if not chosen:
+            raise LoraError(f"{kind} has no linear layer besides its head, so there is nothing to adapt")
+        if end == ALL_LINEAR:
+            matched |= set(chosen) - _taken_for_experts(twin, chosen)
+            continue
+        named = {name: module for name, module in inside.items() if name == end or name.endswith(f".{end}")}
+        unfit = {type(module).__name__ for name, module in named.items() if name not in linear}
         if not named:
             raise LoraError(f"no layer is called {target}: {there_are}")
-        if others:
-            raise LoraError(f"{target} is a {', '.join(sorted(others))}, which is not a linear layer: {there_are}")
+        if unfit:
+            raise LoraError(f"{target} is a {', '.join(sorted(unfit))}, which is not a linear layer: {there_are}")
         if any(module is head for module in named.values()):
             raise LoraError(f"{target} is the output head, of which the loss uses only the weight: {there_are}")
-        matched |= named.keys()
-    if refused := _taken_for_experts(twin, matched):
+        asked |= named.keys()
+    if is_vision(twin) and not any(".language_model." in name for name in matched | asked):
+        raise LoraError(f"documents without images would train nothing: name layers of the language model too: {there_are}")
+    if asked and (refused := _taken_for_experts(twin, asked)):
         raise LoraError(f"peft treats {', '.join(sorted(refused)[:3])} as experts stored as one parameter: {there_are}")
-    return tuple(name for name in linear if name in matched)
+    return tuple(name for name in linear if name in matched | asked)
 
 
 def find_stacks(twin: Any, targets: Iterable[str]) -> tuple[str, ...]:
@@ -275,9 +277,9 @@ def _inject(hf: Any, config: Any) -> set[str]:
     return {name.removesuffix(A) for name in names if name.endswith(A)}
 
 
-def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
-    """Returns the sizes of a model of whose `blocks` only adapters are trained."""
-    layers = []
+def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module], hf: Any) -> ModelSpec:
+    """Returns the sizes of a model of whose `blocks`, and tower, only adapters are trained."""
+    layers, outside = [], weights_of_images(hf) if is_vision(hf) else []
     for layer, block in zip(spec.layers, blocks, strict=True):
         sizes = {name: parameter.shape for name, parameter in block.named_parameters() if parameter.requires_grad}
         stacks = {f"{name}{A}": module for name, module in block.named_modules() if hasattr(module, "parameter_name")}
@@ -292,7 +294,8 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
                 adapted_experts=sum(module.get_param().numel() for module in stacks.values()),
             )
         )
-    return replace(spec, layers=tuple(layers))
+    trained = sum(weight.numel() for weight in outside if weight.requires_grad)
+    return replace(spec, layers=tuple(layers), tower_adapters=trained)
 
 
 def _kept(name: str) -> int:

@@ -4,7 +4,8 @@ Some ranks of a document encode its images; the features travel to the ranks tha
 own forward puts them in the places of the embeddings (and, of Qwen3-VL, adds more of them after the first layers).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,25 @@ def tower_of(hf: Any) -> nn.Module:
     return tower
 
 
+def parts_with_images(hf: Any) -> list[str]:
+    """Returns the names of the parts of a model with images that have linear layers, beside the language model."""
+    if not is_vision(hf):
+        return []
+    parts = {name: part for name, part in hf.base_model.named_children() if name != "language_model"}
+    return [name for name, part in parts.items() if any(isinstance(module, nn.Linear) for module in part.modules())]
+
+
+def part_of(hf: Any, target: str) -> tuple[str, str]:
+    """Returns what the names of layers contain that a target of adapters means, and how they end.
+
+    They are layers of the language model, or, of a target that begins with the name of a part, of this part.
+    """
+    first, _, end = target.partition(".")
+    if first in parts_with_images(hf):
+        return f".{first}.", end
+    return ".language_model." if is_vision(hf) else "", target
+
+
 def tower_blocks(hf: Any) -> Sequence[nn.Module]:
     """Returns the blocks of the tower: the modules of its longest list."""
     lists = [module for module in tower_of(hf).modules() if isinstance(module, nn.ModuleList)]
@@ -91,19 +111,32 @@ def with_tower(spec: ModelSpec, hf: Any) -> ModelSpec:
     return replace(spec, tower_parameters=parameters, tower_values=values)
 
 
-def encode_images(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:
-    """Encodes this rank's images. Returns what transformers' forward takes for the image tokens of this rank, None if it has
-    none, and a zero to be added to the result, so that backward sends gradients on every rank. Collective.
+@contextmanager
+def encoded(hf: Any, images: Images) -> Iterator[dict[str, Any] | None]:
+    """Encodes this rank's images. Yields what transformers' forward takes for the image tokens of this rank; None if it has
+    none. Collective.
+
+    Inside, a zero made of the features is added to all embeddings: so on every rank the same layers have a backward, which
+    exchanges gradients, and features have one after it, whichever weights are trained.
     """
+    outputs, zero = _encode(hf, images)
+    hook = hf.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded + zero.to(embedded.dtype))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
+
+
+def _encode(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:
     out = hf.base_model.get_image_features(**images.pixels, return_dict=True)
     deep = [_joined(features) for features in getattr(out, "deepstack_features", None) or ()]
     features = images.share(torch.stack([_joined(out.pooler_output), *deep], dim=1))
-    anchor = features[:0].sum()
+    zero = features[:0].sum()
     if not len(features):
-        return None, anchor
+        return None, zero
     first, *others = features.unbind(1)
     pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
-    return {"image": SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])}, anchor
+    return {"image": SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])}, zero
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

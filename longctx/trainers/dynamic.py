@@ -163,7 +163,7 @@ def _profile_and_budget(
     blocks = model.get_submodule(block_name(model))
     spec = with_tower(spec_of(model, blocks), model)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
-        spec = with_adapters(spec, blocks)
+        spec = with_adapters(spec, blocks, model)
     dtype = "bfloat16" if args.bf16 or next(model.parameters()).dtype == torch.bfloat16 else "float32"
     if isinstance(profile, HardwareProfile):
         described = RunProfile("given", profile, ("profile: given as a value, used unscaled",))

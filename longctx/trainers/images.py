@@ -17,7 +17,7 @@ import torch
 
 from longctx.data.image_shares import Image, Pixels, encoding_ranks
 from longctx.data.image_sources import Grid, ImagePlace
-from longctx.model.vision import IN_BOTH_DIRECTIONS, Images, encode_images
+from longctx.model.vision import IN_BOTH_DIRECTIONS, Images, encoded
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.plan import Plan
 from longctx.trainers.exchange import Known
@@ -150,12 +150,8 @@ def reading_images(hf: Any) -> Iterator[None]:
     def forward(_: Any, *arguments: Any, images: Images | None = None, **named: Any) -> Any:
         if images is None:
             return own(*arguments, **named)
-        named["mm_encoder_outputs"], anchor = encode_images(hf, images)
-        output = own(*arguments, **named)
-        for name in ("loss", "log_probs"):  # what trainers of transformers and TRL compute their loss from
-            if (value := getattr(output, name, None)) is not None:
-                setattr(output, name, value + anchor)
-        return output
+        with encoded(hf, images) as outputs:
+            return own(*arguments, mm_encoder_outputs=outputs, **named)
 
     hf.forward = types.MethodType(forward, hf)
     try:

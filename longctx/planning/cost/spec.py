@@ -143,6 +143,7 @@ class ModelSpec:
             targets run through the others. 0: there is no encoder.
         tower_parameters: parameters of an encoder of images, with what projects its features.
         tower_values: values that it keeps for backward for a token of an image. Its operations are not counted.
+        tower_adapters: parameters of LoRA's matrices in it; all others are then frozen.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -162,6 +163,7 @@ class ModelSpec:
     encoder_layers: int = 0
     tower_parameters: int = 0
     tower_values: int = 0
+    tower_adapters: int = 0
 
     @property
     def largest_layer(self) -> LayerSpec:
@@ -184,7 +186,8 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of all parameters, a tied embedding counted once. Needs `vocab_size`."""
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
-        outside = embeddings + self.position_parameters + self.norm_parameters + self.tower_parameters
+        outside = embeddings + self.position_parameters + self.norm_parameters
+        outside += self.tower_parameters + self.tower_adapters
         return sum(layer.parameters for layer in self.layers) + outside + self.prediction_parameters
 
     @property
@@ -200,13 +203,13 @@ class ModelSpec:
     @property
     def adapted(self) -> bool:
         """Whether only adapters are trained."""
-        return any(layer.adapter_parameters for layer in self.layers)
+        return self.tower_adapters > 0 or any(layer.adapter_parameters for layer in self.layers)
 
     @property
     def trained_parameters(self) -> int:
         """Number of parameters with gradients. Needs `vocab_size`."""
         if self.adapted:
-            return sum(layer.adapter_parameters for layer in self.layers)
+            return self.trained_matrices + self.tower_adapters
         frozen = sum(layer.frozen_matrices + layer.frozen_others for layer in self.layers)
         return self.parameters - self.frozen_outside - frozen
 
@@ -214,14 +217,14 @@ class ModelSpec:
     def trained_matrices(self) -> int:
         """Number of parameters with gradients in matrices of blocks."""
         if self.adapted:
-            return self.trained_parameters
+            return sum(layer.adapter_parameters for layer in self.layers)
         return sum(layer.matrix_parameters + layer.idle_parameters - layer.frozen_matrices for layer in self.layers)
 
     @property
     def frozen_multiplied(self) -> int:
         """Part of `multiplied_parameters` without gradients."""
         if self.adapted:
-            return self.multiplied_parameters - self.trained_parameters
+            return self.multiplied_parameters - self.trained_matrices
         frozen = sum(layer.frozen_matrices - layer.frozen_idle for layer in self.layers)
         return frozen + (self.head_parameters if self.frozen_head else 0)
 
