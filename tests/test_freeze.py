@@ -19,7 +19,7 @@ from longctx.training.metrics import model_flops
 from longctx.training.saved.export import export
 from tests.lora_cases import make_checkpoint, plain_loop, settings_of
 from tests.optimizer_cases import bytes_of_state
-from tests.training_cases import SMALL, make_store, start
+from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
 STEPS = 5
@@ -49,11 +49,6 @@ CASES: dict[str, tuple[str, int, list[str], list[str]]] = {
     "experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["experts", "embed_tokens", r"layers\.0\."]),
     "all but experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["attn", "norm", "gate.weight", "embed", "lm_head"]),
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +92,12 @@ def alone(checkpoint: Path, store: Path, settings: list[str], patterns: list[str
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_others_are_trained_as_by_torch_alone(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, case: str
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, case: str
 ) -> None:
     kind, ranks, others, patterns = CASES[case]
     settings = frozen_settings(checkpoints[kind], patterns, *others)
-    results = workers.run(run, ranks, store, tmp_path / "run", settings)
-    losses, expected = alone(checkpoints[kind], store, settings, patterns, tmp_path / "alone")
+    results = workers.run(run, ranks, shorts, tmp_path / "run", settings)
+    losses, expected = alone(checkpoints[kind], shorts, settings, patterns, tmp_path / "alone")
     before = load_file(checkpoints[kind] / "model.safetensors")
     changed = {name for name, weight in expected.items() if not torch.equal(weight, before[name])}
     assert changed and changed < before.keys()
@@ -133,13 +128,13 @@ def test_the_others_are_trained_as_by_torch_alone(
     ],
 )
 def test_a_run_resumes_bit_by_bit(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, others: list[str], ranks: int
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, others: list[str], ranks: int
 ) -> None:
     """With a stage of a pipeline that has nothing to train, Muon, and an average of the trained weights."""
     settings = frozen_settings(checkpoints["llama"], FIRST, *others)
-    whole = workers.run(run, ranks, store, tmp_path / "whole", settings)
-    workers.run(run, ranks, store, tmp_path / "run", settings, False, 2)
-    again = workers.run(run, ranks, store, tmp_path / "run", settings, True)
+    whole = workers.run(run, ranks, shorts, tmp_path / "whole", settings)
+    workers.run(run, ranks, shorts, tmp_path / "run", settings, False, 2)
+    again = workers.run(run, ranks, shorts, tmp_path / "run", settings, True)
     assert again[0]["losses"] == whole[0]["losses"][2:]
     assert [result["kept"] for result in again] == [result["kept"] for result in whole]
     for name, weight in whole[0]["weights"].items():
@@ -156,11 +151,11 @@ def test_a_run_resumes_bit_by_bit(
     ],
 )
 def test_the_optimizer_and_the_estimate_count_what_is_trained(
-    workers: Workers, store: Path, tmp_path: Path, others: list[str], patterns: list[str]
+    workers: Workers, shorts: Path, tmp_path: Path, others: list[str], patterns: list[str]
 ) -> None:
     settings = [*others, "data.max_length=200", "batch.tokens_per_rank=400", "batch.global_tokens=400"]
     frozen = freeze(patterns)
-    actual, expected = workers.run(bytes_of_state, 1, store, tmp_path, [*settings, frozen])[0]
+    actual, expected = workers.run(bytes_of_state, 1, shorts, tmp_path, [*settings, frozen])[0]
     assert actual == expected
     everything, trained = (load(None, [*SMALL, *settings, *more]) for more in ([], [frozen]))
     spec, sizes = everything.model_source(257).spec, trained.model_source(257).spec
