@@ -74,6 +74,12 @@ def test_peft_loads_the_adapter_and_merges_the_same(
 ) -> None:
     given = settings_of(checkpoints[kind], *DORA, f"train.dtype={dtype}", "batch.tokens_per_rank=300")
     model = load(None, given).model_source().build()
+    for name, length in model.named_parameters():
+        if name.endswith(LENGTHS):  # of the weight as it is kept
+            base = f"{name.removesuffix(LENGTHS)}.base_layer.weight"
+            weight = model.initial_value(base, model.get_parameter(base).detach(), 3).float()
+            expected_length = torch.linalg.norm(weight, dim=0 if kind == "gpt2" else 1)
+            torch.testing.assert_close(model.initial_value(name, length.detach(), 3), expected_length, rtol=1e-6, atol=0)
     values = draw(model)
     loaded = loaded_by_peft(tmp_path, checkpoints[kind], model, values, dtype)
     assert loaded.peft_config["default"].use_dora
