@@ -80,6 +80,8 @@ def test_peft_loads_the_adapter_and_merges_the_same(
             weight = model.initial_value(base, model.get_parameter(base).detach(), 3).float()
             expected_length = torch.linalg.norm(weight, dim=0 if kind == "gpt2" else 1)
             torch.testing.assert_close(model.initial_value(name, length.detach(), 3), expected_length, rtol=1e-6, atol=0)
+    measured = [weight.numel() for name, weight in model.layers[0].named_parameters() if name.endswith("base_layer.weight")]
+    assert model.spec.layers[0].largest_measured == max(measured)
     values = draw(model)
     loaded = loaded_by_peft(tmp_path, checkpoints[kind], model, values, dtype)
     assert loaded.peft_config["default"].use_dora

@@ -74,6 +74,8 @@ def test_peft_loads_the_adapter_and_merges_the_same(
 ) -> None:
     given = settings_of(checkpoints[kind], *targets, f"train.dtype={dtype}", "batch.tokens_per_rank=300")
     model = load(None, given).model_source().build()
+    adapted = [weight.numel() for weight in model.layers[0].parameters() if weight.dim() == 3]
+    assert model.spec.layers[0].adapted_experts == sum(adapted) > 0
     values = draw(model)
     loaded = loaded_by_peft(tmp_path, checkpoints[kind], model, values, dtype)
     merged, expected = merge(model, values), loaded.merge_and_unload()
