@@ -27,6 +27,7 @@ PREFIX, MIXED, ENDS = ["embed_tokens", r"layers\.0\."], ["q_proj", "norm", "mlp|
 FIRST, LAST = [r"embed_tokens|layers\.[01]\."], [r"layers\.2\.", r"(^|model\.)norm\.", "lm_head"]
 RATE = "optimizer.eps=1e-5"
 NO_LORA = ["lora.rank=null", "lora.alpha=null", "optimizer.weight_decay=0.0", "batch.tokens_per_rank=200", RATE]
+EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2"]
 WHOLE = "batch.tokens_per_rank=300"
 TENSOR, PIPELINE = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 CASES: dict[str, tuple[str, int, list[str], list[str]]] = {
@@ -146,7 +147,8 @@ def test_a_run_resumes_bit_by_bit(
     [
         ([], ["embed", r"layers\.0\.", "k_proj"]),
         (["optimizer.name=muon"], ["q_proj", "norm"]),
-        (["model.num_experts=4", "model.num_experts_per_tok=2", "optimizer.ema_decay=0.5"], ["experts", "embed"]),
+        ([*EXPERTS, "optimizer.ema_decay=0.5"], ["experts", "embed"]),
+        (EXPERTS, ["experts.*down", "q_proj"]),
         (["model.tie_word_embeddings=false"], ["lm_head"]),
     ],
 )
@@ -160,16 +162,17 @@ def test_the_optimizer_and_the_estimate_count_what_is_trained(
     everything, trained = (load(None, [*SMALL, *settings, *more]) for more in ([], [frozen]))
     spec, sizes = everything.model_source(257).spec, trained.model_source(257).spec
     model = trained.model_source(257).build()
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    assert sizes.trained_parameters == sum(weight.numel() for weight in weights) < spec.trained_parameters == spec.parameters
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert sizes.trained_parameters == sum(map(torch.numel, weights.values())) < spec.trained_parameters == spec.parameters
     memory = RankMemory(sizes, trained, 1, Load(400, 0, 0, 0, 0, 1), False, 0)
     assert memory.fixed.optimizer == expected and memory.weights.trained == sizes.trained_parameters
     assert memory.fixed.parameters == 4 * spec.parameters
-    matrices = [weight for weight in weights if weight.dim() > 1 and weight is not model.embed_tokens.weight]
-    if not trained.model.num_experts and not sizes.tie_word_embeddings:
-        without = spec.multiplied_parameters - sum(weight.numel() for weight in matrices)
-        assert model_flops(spec, [100]) - model_flops(sizes, [100]) == 2 * 100 * without
-    assert work_of(sizes, "float32").computed < work_of(spec, "float32").computed
+    if not sizes.tie_word_embeddings:
+        weights.pop("embed_tokens.weight", None)
+    used = [weight.numel() / (2 if "experts" in name else 1) for name, weight in weights.items() if weight.dim() > 1]
+    without = spec.multiplied_parameters - sum(used)
+    assert model_flops(spec, [100]) - model_flops(sizes, [100]) == 2 * 100 * without
+    assert work_of(spec, "float32").computed - work_of(sizes, "float32").computed == pytest.approx(without / 3)
 
 
 @pytest.mark.parametrize(
