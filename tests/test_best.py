@@ -1,6 +1,7 @@
 """The best checkpoint: that of the lowest validation loss, whatever is deleted; a resumed run knows it; it works as a run."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from longctx.cli import main
 from longctx.training.saved import checkpoint
 from longctx.training.saved.export import export
+from longctx.training.saved.run_folder import RunFolderError, open_run_folder
 from longctx.training.validation import Validator
 from tests.training_cases import start, steps_in
 from tests.workers import Workers
@@ -81,6 +83,13 @@ def test_it_is_exported_and_evaluated_like_a_run(shorts: Path, tmp_path: Path, c
     assert f"best at step {step}" in capfd.readouterr().out
     assert main(["train", *given, "--resume", "1"]) == 0
     assert kept(folder / "set-aside-1") == [step] * (step > 1) and kept(folder) == [step]
+
+
+def test_it_needs_room_for_a_third_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 25_000_000))
+    assert open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000) == (None, [])
+    with pytest.raises(RunFolderError, match=r"has 25\.0 MB free, but three checkpoints of this model need 30\.0 MB"):
+        open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000, best=True)
 
 
 def test_it_needs_validation(capfd: pytest.CaptureFixture[str]) -> None:
