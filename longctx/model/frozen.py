@@ -72,6 +72,7 @@ class PartlyFrozen:
         in_blocks = set(model.layers.parameters())
         outside = [parameter for parameter in model.parameters() if parameter not in in_blocks]
         entries = [parameter for parameter in outside if parameter.dim() == 2 and len(parameter) == model.spec.vocab_size]
+        entries = entries[-1 if model.spec.tie_word_embeddings else -2 :]  # not the embedding of an encoder
         blocks = zip(model.spec.layers, model.layers, strict=True)
         hf: Any = getattr(model, "hf", None)
         keeps = model.spec.tower_values and not frozen.issuperset(tower_of(hf).parameters())
