@@ -374,7 +374,7 @@ def test_other_families_are_refused_before_anything_starts(kind: str, message: s
 
 def test_what_is_not_tested_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for setting, message in (
-        ("train.compile=true", "it is not tested with an encoder and a decoder"),
+        ("train.compile=true", "torch.compile breaks graphs where blocks make their attention"),
         ("parallel.tensor_parallel_size=2", "the native decoder cannot run"),
         ("parallel.pipeline_parallel_size=2", "the native decoder cannot run"),
         ("context.ulysses_degree=2", "cross-attention has no Ulysses"),
