@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("optimizers", "policy", "trainers", "trees")),
-    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "speedup")),
+    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "others", "speedup")),
 )
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HEADLINE = ("wlb_128k", 64, 4)
@@ -358,6 +358,21 @@ def policy_table() -> list[str]:
     return [*wrapped(about), "", *markdown(head, table, numbers_from=1)]
 
 
+def sensitivity_table() -> list[str]:
+    """The headline with other constants of the H100's profile."""
+    head = ["constants", "because", "auto's step", "over fixed static", "over the best single degree"]
+    lines = [
+        [
+            *(row[name] for name in ("change", "why")),
+            f"{float(row['auto_s']):.2f} s",
+            f"{float(row['over_fixed']):.2f}",
+            f"{float(row['over_best_single']):.2f} ({row['best_single']})",
+        ]
+        for row in rows_of("sensitivity")
+    ]
+    return markdown(head, lines, numbers_from=2)
+
+
 def linear_table() -> list[str]:
     """Dispatches and CPU time of a linear layer, chunk by chunk and by the blocked scan."""
     rows = rows_of("linear")
@@ -406,6 +421,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "trainers-sentence": trainers_sentence,
     "trainer-trees": trainer_trees_table,
     "linear": linear_table,
+    "sensitivity": sensitivity_table,
     "policy": policy_table,
     "optimizers": optimizers_table,
     "trees": trees_measured,
