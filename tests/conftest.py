@@ -40,6 +40,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shorts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of documents of at most 300 tokens, for tests that leave it as it is."""
+    from tests.training_cases import make_store
+
+    return make_store(tmp_path_factory.mktemp("shorts"), (60, 110, 300, 80))
+
+
+@pytest.fixture(scope="session")
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Metrics of ten steps of one process on the small store, with which tests compare runs on several ranks."""
     from tests.training_cases import train

@@ -7,8 +7,10 @@ from random import Random
 from string import ascii_lowercase
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -16,6 +18,8 @@ from longctx.config import load
 from longctx.data.packing import StepBatch, pack_seq2seq
 from longctx.data.tokenizer import byte_vocabulary
 from longctx.model.huggingface import OURS
+from longctx.model.lora import AdaptedModel, B
+from longctx.model.protocol import generator_of
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
 from longctx.training.build import sizes_of_groups
@@ -79,6 +83,15 @@ def reference(folder: Path, *given: Any, start: int = START) -> Step:
     return loss, {name: _gradient(weight) for name, weight in model.named_parameters()}, state
 
 
+def adapted_reference(folder: Path, state: dict[str, torch.Tensor], dora: bool) -> Step:
+    """Returns the same with peft's adapters, whose values are in `state`."""
+    base = AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=dora)
+    model = get_peft_model(base, lora).base_model.model.eval()
+    model.load_state_dict(state)
+    return unpacked(model, *documents()), {name: _gradient(weight) for name, weight in model.named_parameters()}, state
+
+
 def make_batch(ranks: int, rank: int) -> StepBatch:
     lengths = [source + target for source, target in zip(SOURCES, TARGETS, strict=True)]
     plan = placed_plan(lengths, ranks, PLACEMENTS_OF[ranks])
@@ -90,6 +103,19 @@ def make_batch(ranks: int, rank: int) -> StepBatch:
 def step(folder: Path, settings: list[str]) -> Step:
     """Returns the same from the trainer, on every rank: packed, split and sharded."""
     return causal_step(folder, settings, make_batch)
+
+
+def adapted_step(folder: Path, settings: list[str]) -> Step:
+    """Returns it with adapters that have an effect."""
+    original = AdaptedModel.initial_value
+
+    def drawn(self: AdaptedModel, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+        value = original(self, name, parameter, seed)
+        return 0.1 * torch.randn(value.shape, generator=generator_of(name, 1, value.device)) if name.endswith(B) else value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptedModel, "initial_value", drawn)
+        return step(folder, ["lora.rank=4", "lora.alpha=8", *settings])
 
 
 def settings_of(base: Path, store: Path, run: Path, ranks: int) -> list[str]:
@@ -132,11 +158,11 @@ def first_step(base: Path, store: Path, run: Path) -> tuple[float, dict[str, tor
     return total.item(), gradients, batch.plan.degrees, validation
 
 
-def losses(base: Path, store: Path, run: Path, *ends: int) -> list[float]:
+def losses(base: Path, store: Path, run: Path, others: list[str], *ends: int) -> list[float]:
     """Returns the losses of a run that stops, with a checkpoint, after each of these steps, and is resumed."""
     found = []
     for number, end in enumerate(ends):
-        trainer = begin(base, store, run, resume=number > 0)
+        trainer = begin(base, store, run, *others, resume=number > 0)
         with trainer.loader:
             found += [trainer.step().loss for _ in range(trainer.steps_done, end)]
             trainer.save()

@@ -9,7 +9,7 @@ import torch
 from longctx.cli import main
 from longctx.training.saved.export import ExportError, export
 from tests.average_cases import DECAY, average_of, exported, run
-from tests.training_cases import SMALL, make_store, train_then_save
+from tests.training_cases import SMALL, train_then_save
 from tests.workers import Workers
 
 SPLITS = {
@@ -20,11 +20,6 @@ SPLITS = {
     "8-bit": (2, ["optimizer.name=adamw-8bit", "model.hidden_size=256"]),
     "Muon": (2, ["optimizer.name=muon"]),
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.mark.parametrize("name", SPLITS)

@@ -24,16 +24,10 @@ from tests.lora_cases import (
     settings_of,
 )
 from tests.memory_cases import peak_and_estimate
-from tests.training_cases import make_store
 from tests.workers import Workers
 
 DORA = ["lora.dora=true", "optimizer.weight_decay=0.0"]
 SPLIT = ["batch.tokens_per_rank=200"]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +46,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_steps_are_those_of_peft(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str, ranks: int, settings: list[str]
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str, ranks: int, settings: list[str]
 ) -> None:
     settings = settings_of(checkpoints[kind], *DORA, *settings)
-    results = workers.run(run, ranks, store, tmp_path, settings)
+    results = workers.run(run, ranks, shorts, tmp_path, settings)
     first = results[0]["first"]
     base = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
     plain = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
@@ -64,7 +58,7 @@ def test_steps_are_those_of_peft(
     for name, value in first.items():
         if name.endswith(LENGTHS):
             torch.testing.assert_close(value, initial[name].detach(), rtol=1e-6, atol=0)
-    losses, last = reference(checkpoints[kind], store, settings, first, use_dora=True)
+    losses, last = reference(checkpoints[kind], shorts, settings, first, use_dora=True)
     assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
     assert ranks == 1 or all(result["split"] for result in results)
     for name, value in last.items():
@@ -80,6 +74,14 @@ def test_peft_loads_the_adapter_and_merges_the_same(
 ) -> None:
     given = settings_of(checkpoints[kind], *DORA, f"train.dtype={dtype}", "batch.tokens_per_rank=300")
     model = load(None, given).model_source().build()
+    for name, length in model.named_parameters():
+        if name.endswith(LENGTHS):  # of the weight as it is kept
+            base = f"{name.removesuffix(LENGTHS)}.base_layer.weight"
+            weight = model.initial_value(base, model.get_parameter(base).detach(), 3).float()
+            expected_length = torch.linalg.norm(weight, dim=0 if kind == "gpt2" else 1)
+            torch.testing.assert_close(model.initial_value(name, length.detach(), 3), expected_length, rtol=1e-6, atol=0)
+    measured = [weight.numel() for name, weight in model.layers[0].named_parameters() if name.endswith("base_layer.weight")]
+    assert model.spec.layers[0].largest_measured == max(measured)
     values = draw(model)
     loaded = loaded_by_peft(tmp_path, checkpoints[kind], model, values, dtype)
     assert loaded.peft_config["default"].use_dora
@@ -89,10 +91,10 @@ def test_peft_loads_the_adapter_and_merges_the_same(
 
 
 def test_a_run_resumes_and_exports_what_it_trained(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(checkpoints["llama"], *DORA, *SPLIT, "train.steps=2", "checkpoint.every=1")
-    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]
+    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "run", settings)[0]
     export(tmp_path / "run", tmp_path / "adapters")
     export(tmp_path / "run", tmp_path / "merged", merge=True)
     base = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], dtype=torch.float32)
@@ -102,11 +104,11 @@ def test_a_run_resumes_and_exports_what_it_trained(
         name: weight.shape for name, weight in expected.state_dict().items()
     }
     assert all(torch.equal(merged[name], weight) for name, weight in expected.state_dict().items())
-    said = workers.run(resuming_fails, 1, store, tmp_path / "run", [*settings, "lora.dora=false", "batch.tokens_per_rank=400"])
+    said = workers.run(resuming_fails, 1, shorts, tmp_path / "run", [*settings, "lora.dora=false", "batch.tokens_per_rank=400"])
     assert "lora.dora is False, was True" in said[0]
     last = tmp_path / "run" / "checkpoints" / "step-000002"
     last.rename(tmp_path / "moved")
-    for name, value in workers.run(resumed, 2, store, tmp_path / "run", settings)[0].items():
+    for name, value in workers.run(resumed, 2, shorts, tmp_path / "run", settings)[0].items():
         assert torch.equal(value, ended[name]), name
 
 
@@ -115,11 +117,10 @@ def test_a_run_resumes_and_exports_what_it_trained(
     [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["train.recompute=full"])],
 )
 def test_the_memory_estimate_is_within_10_percent(
-    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]
+    workers: Workers, store: Path, tmp_path: Path, ranks: int, others: list[str]
 ) -> None:
-    store = make_store(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
+    checkpoint = make_checkpoint(tmp_path / "larger", "llama", **sizes)
     given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *DORA, *others)
     given.append("data.max_length=2048")
     measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)

@@ -19,7 +19,7 @@ from longctx.training.metrics import model_flops
 from longctx.training.saved.export import export
 from tests.lora_cases import make_checkpoint, plain_loop, settings_of
 from tests.optimizer_cases import bytes_of_state
-from tests.training_cases import SMALL, make_store, start
+from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
 STEPS = 5
@@ -27,6 +27,7 @@ PREFIX, MIXED, ENDS = ["embed_tokens", r"layers\.0\."], ["q_proj", "norm", "mlp|
 FIRST, LAST = [r"embed_tokens|layers\.[01]\."], [r"layers\.2\.", r"(^|model\.)norm\.", "lm_head"]
 RATE = "optimizer.eps=1e-5"
 NO_LORA = ["lora.rank=null", "lora.alpha=null", "optimizer.weight_decay=0.0", "batch.tokens_per_rank=200", RATE]
+EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2"]
 WHOLE = "batch.tokens_per_rank=300"
 TENSOR, PIPELINE = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 CASES: dict[str, tuple[str, int, list[str], list[str]]] = {
@@ -49,11 +50,6 @@ CASES: dict[str, tuple[str, int, list[str], list[str]]] = {
     "experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["experts", "embed_tokens", r"layers\.0\."]),
     "all but experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["attn", "norm", "gate.weight", "embed", "lm_head"]),
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +93,12 @@ def alone(checkpoint: Path, store: Path, settings: list[str], patterns: list[str
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_others_are_trained_as_by_torch_alone(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, case: str
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, case: str
 ) -> None:
     kind, ranks, others, patterns = CASES[case]
     settings = frozen_settings(checkpoints[kind], patterns, *others)
-    results = workers.run(run, ranks, store, tmp_path / "run", settings)
-    losses, expected = alone(checkpoints[kind], store, settings, patterns, tmp_path / "alone")
+    results = workers.run(run, ranks, shorts, tmp_path / "run", settings)
+    losses, expected = alone(checkpoints[kind], shorts, settings, patterns, tmp_path / "alone")
     before = load_file(checkpoints[kind] / "model.safetensors")
     changed = {name for name, weight in expected.items() if not torch.equal(weight, before[name])}
     assert changed and changed < before.keys()
@@ -133,13 +129,13 @@ def test_the_others_are_trained_as_by_torch_alone(
     ],
 )
 def test_a_run_resumes_bit_by_bit(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, others: list[str], ranks: int
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, others: list[str], ranks: int
 ) -> None:
     """With a stage of a pipeline that has nothing to train, Muon, and an average of the trained weights."""
     settings = frozen_settings(checkpoints["llama"], FIRST, *others)
-    whole = workers.run(run, ranks, store, tmp_path / "whole", settings)
-    workers.run(run, ranks, store, tmp_path / "run", settings, False, 2)
-    again = workers.run(run, ranks, store, tmp_path / "run", settings, True)
+    whole = workers.run(run, ranks, shorts, tmp_path / "whole", settings)
+    workers.run(run, ranks, shorts, tmp_path / "run", settings, False, 2)
+    again = workers.run(run, ranks, shorts, tmp_path / "run", settings, True)
     assert again[0]["losses"] == whole[0]["losses"][2:]
     assert [result["kept"] for result in again] == [result["kept"] for result in whole]
     for name, weight in whole[0]["weights"].items():
@@ -151,30 +147,32 @@ def test_a_run_resumes_bit_by_bit(
     [
         ([], ["embed", r"layers\.0\.", "k_proj"]),
         (["optimizer.name=muon"], ["q_proj", "norm"]),
-        (["model.num_experts=4", "model.num_experts_per_tok=2", "optimizer.ema_decay=0.5"], ["experts", "embed"]),
+        ([*EXPERTS, "optimizer.ema_decay=0.5"], ["experts", "embed"]),
+        (EXPERTS, ["experts.*down", "q_proj"]),
         (["model.tie_word_embeddings=false"], ["lm_head"]),
     ],
 )
 def test_the_optimizer_and_the_estimate_count_what_is_trained(
-    workers: Workers, store: Path, tmp_path: Path, others: list[str], patterns: list[str]
+    workers: Workers, shorts: Path, tmp_path: Path, others: list[str], patterns: list[str]
 ) -> None:
     settings = [*others, "data.max_length=200", "batch.tokens_per_rank=400", "batch.global_tokens=400"]
     frozen = freeze(patterns)
-    actual, expected = workers.run(bytes_of_state, 1, store, tmp_path, [*settings, frozen])[0]
+    actual, expected = workers.run(bytes_of_state, 1, shorts, tmp_path, [*settings, frozen])[0]
     assert actual == expected
     everything, trained = (load(None, [*SMALL, *settings, *more]) for more in ([], [frozen]))
     spec, sizes = everything.model_source(257).spec, trained.model_source(257).spec
     model = trained.model_source(257).build()
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    assert sizes.trained_parameters == sum(weight.numel() for weight in weights) < spec.trained_parameters == spec.parameters
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert sizes.trained_parameters == sum(map(torch.numel, weights.values())) < spec.trained_parameters == spec.parameters
     memory = RankMemory(sizes, trained, 1, Load(400, 0, 0, 0, 0, 1), False, 0)
     assert memory.fixed.optimizer == expected and memory.weights.trained == sizes.trained_parameters
     assert memory.fixed.parameters == 4 * spec.parameters
-    matrices = [weight for weight in weights if weight.dim() > 1 and weight is not model.embed_tokens.weight]
-    if not trained.model.num_experts and not sizes.tie_word_embeddings:
-        without = spec.multiplied_parameters - sum(weight.numel() for weight in matrices)
-        assert model_flops(spec, [100]) - model_flops(sizes, [100]) == 2 * 100 * without
-    assert work_of(sizes, "float32").computed < work_of(spec, "float32").computed
+    if not sizes.tie_word_embeddings:
+        weights.pop("embed_tokens.weight", None)
+    used = [weight.numel() / (2 if "experts" in name else 1) for name, weight in weights.items() if weight.dim() > 1]
+    without = spec.multiplied_parameters - sum(used)
+    assert model_flops(spec, [100]) - model_flops(sizes, [100]) == 2 * 100 * without
+    assert work_of(spec, "float32").computed - work_of(sizes, "float32").computed == pytest.approx(without / 3)
 
 
 @pytest.mark.parametrize(

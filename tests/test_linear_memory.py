@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from longctx.model.linear_memory import linear_memory
 from tests.lora_cases import make_checkpoint
 from tests.marks import slow_unless
 from tests.memory_cases import peak_and_estimate
@@ -38,3 +41,14 @@ def test_the_estimate_is_within_6_percent_of_the_allocators_peak(
     measured, memory = peak_and_estimate(workers, store, tmp_path / "run", 1, given)
     print(f"{kind}, {recompute}: measured {measured}, estimate {memory.total}: {memory}")
     assert memory.total == pytest.approx(measured, rel=0.06)
+
+
+class Exponential(nn.Linear):
+    """Keeps its output for backward, which needs the gradients of output, product and input beside it."""
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return (self.weight * x).exp()
+
+
+def test_what_a_layer_keeps_and_needs_in_backward_is_counted() -> None:
+    assert linear_memory(Exponential(1, 1).requires_grad_(False), Exponential, 8) == (8 * 4, 3 * 8 * 4)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.linear import Counting
 from longctx.attention.linear.affine import Lanes, Maps, scan
 from tests.marks import examples
 
@@ -71,16 +71,6 @@ def test_any_lanes_equal_a_loop(counts: list[int], size: int, factors: bool, cha
         strict=True,
     ):
         assert (one - other).norm() <= 1e-10 * other.norm()
-
-
-class Counting(TorchDispatchMode):
-    """Counts the calls of operators."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("factors", [True, False])

@@ -19,7 +19,7 @@ from longctx.training.trainer import Trainer
 from tests.huggingface_cases import build_model
 from tests.lora_cases import settings_of
 from tests.marks import slow_unless
-from tests.training_cases import make_store, start
+from tests.training_cases import start
 from tests.workers import Workers
 
 LORA = ["lora.rank=4", "lora.alpha=12"]
@@ -43,11 +43,6 @@ CASES: dict[str, tuple[int, list[str], str | None]] = {
     "gpt2, LoRA": (3, [*LORA, "lora.target_modules=[c_attn]"], "gpt2"),
 }
 SLOW = ("new, alone", "gpt2, native", "mixtral, native", "mixtral")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 def held() -> dict[int, int]:

@@ -32,7 +32,8 @@ from tests.lora_cases import (
 )
 from tests.marks import slow_unless
 from tests.memory_cases import peak_and_estimate
-from tests.training_cases import SMALL, make_store
+from tests.optimizer_cases import bytes_of_state
+from tests.training_cases import SMALL
 from tests.workers import Workers
 
 KINDS = ("llama", "mixtral", "gpt2")
@@ -42,11 +43,6 @@ MODES = {
     "degree 1": ["context.mode=static", "context.degree=1", "batch.tokens_per_rank=300"],
 }
 """In the first two, a rank holds fewer tokens than the longest document has, so that some documents are split."""
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +76,7 @@ def known() -> dict[str, Any]:
 )
 def test_steps_are_those_of_peft(
     workers: Workers,
-    store: Path,
+    shorts: Path,
     checkpoints: dict[str, Path],
     tmp_path: Path,
     known: dict[str, Any],
@@ -90,9 +86,9 @@ def test_steps_are_those_of_peft(
 ) -> None:
     settings = settings_of(checkpoints[kind], *MODES[mode])
     targets: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if kind == "mixtral" else "all-linear"
-    results = workers.run(run, ranks, store, tmp_path, settings)
+    results = workers.run(run, ranks, shorts, tmp_path, settings)
     if kind not in known:
-        known[kind] = results[0]["first"], *reference(checkpoints[kind], store, settings, results[0]["first"], targets)
+        known[kind] = results[0]["first"], *reference(checkpoints[kind], shorts, settings, results[0]["first"], targets)
     first, losses, last = known[kind]
     assert results[0]["first"].keys() == first.keys()
     for name, value in results[0]["first"].items():
@@ -113,11 +109,11 @@ MOST = ["context.mode=auto", "batch.tokens_per_rank=200"]
 
 
 def test_a_checkpoint_holds_adapters_alone_and_resumes(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Bit by bit on the same number of ranks; close on another number of ranks, where sums have another order."""
     settings = settings_of(checkpoints["llama"], *MOST, "train.steps=2", "checkpoint.every=1")
-    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
+    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "whole", settings)[0]
     folder = tmp_path / "whole" / "checkpoints" / "step-000001"
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     assert {name for name in metadata if name.startswith("model.")} == {f"model.hf.{name}" for name in ended}
@@ -130,7 +126,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
     for ranks in (2, 3):
         other = tmp_path / f"on-{ranks}"
         shutil.copytree(folder, other / "checkpoints" / folder.name)
-        for found in workers.run(resumed, ranks, store, other, settings):
+        for found in workers.run(resumed, ranks, shorts, other, settings):
             for name, value in ended.items():
                 if ranks == 2:
                     assert torch.equal(found[name], value), name
@@ -138,10 +134,10 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
 
 
 def test_other_adapters_or_another_base_are_refused_on_resume(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MODES["degree 1"], "train.steps=1", "checkpoint.every=1")
-    workers.run(run_with_checkpoints, 1, store, tmp_path / "run", settings)
+    workers.run(run_with_checkpoints, 1, shorts, tmp_path / "run", settings)
     other = tmp_path / "other"
     shutil.copytree(checkpoints["llama"], other)
     model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
@@ -157,13 +153,13 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
         (["lora.rank=null", "lora.alpha=null"], "it has LoRA adapters: set lora.rank to 4"),
         ([f"model.from_pretrained={other}"], f"the weights of {other} differ from those of {checkpoints['llama']}"),
     ):
-        said = workers.run(resuming_fails, 1, store, tmp_path / "run", [*settings, *change])
+        said = workers.run(resuming_fails, 1, shorts, tmp_path / "run", [*settings, *change])
         assert re.search(message, said[0]), said[0]
     elsewhere = [*settings, f"model.from_pretrained={moved}", "train.steps=2", "checkpoint.every=2"]
-    assert workers.run(resumed, 1, store, tmp_path / "run", elsewhere)
+    assert workers.run(resumed, 1, shorts, tmp_path / "run", elsewhere)
     full = [*settings, "lora.rank=null", "lora.alpha=null"]
-    workers.run(run_with_checkpoints, 1, store, tmp_path / "full", full)
-    assert "it was trained without LoRA" in workers.run(resuming_fails, 1, store, tmp_path / "full", settings)[0]
+    workers.run(run_with_checkpoints, 1, shorts, tmp_path / "full", full)
+    assert "it was trained without LoRA" in workers.run(resuming_fails, 1, shorts, tmp_path / "full", settings)[0]
 
 
 @pytest.mark.parametrize(
@@ -174,33 +170,33 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
     ],
 )
 def test_the_run_is_the_same_with(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any], setting: str
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any], setting: str
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MOST)
     if "plain" not in known:
-        known["plain"] = workers.run(run, 2, store, tmp_path / "plain", settings, 3)[0]["losses"]
-    found = workers.run(run, 2, store, tmp_path / "other", [*settings, setting], 3)
+        known["plain"] = workers.run(run, 2, shorts, tmp_path / "plain", settings, 3)[0]["losses"]
+    found = workers.run(run, 2, shorts, tmp_path / "other", [*settings, setting], 3)
     assert gathered_losses(found) == pytest.approx(known["plain"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MODES["degree 1"])
-    plain = workers.run(run, 1, store, tmp_path / "plain", settings, 2)[0]["losses"]
-    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, store, tmp_path / "compiled", settings, 2)
+    plain = workers.run(run, 1, shorts, tmp_path / "plain", settings, 2)[0]["losses"]
+    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, shorts, tmp_path / "compiled", settings, 2)
     assert losses == pytest.approx(plain, rel=1e-6)
     assert (graphs, breaks) == (2, 0), "one for the first block, whose input needs no gradient, and one for all others"
 
 
 def test_the_frozen_base_is_bfloat16_and_adapters_float32(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any]
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any]
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MOST)
     if "plain" not in known:
-        known["plain"] = workers.run(run, 2, store, tmp_path / "plain", settings, 3)[0]["losses"]
-    results = workers.run(run, 2, store, tmp_path / "bfloat16", [*settings, "train.dtype=bfloat16"], 3)
+        known["plain"] = workers.run(run, 2, shorts, tmp_path / "plain", settings, 3)[0]["losses"]
+    results = workers.run(run, 2, shorts, tmp_path / "bfloat16", [*settings, "train.dtype=bfloat16"], 3)
     assert gathered_losses(results) == pytest.approx(known["plain"], rel=0.02)
     for result in results:
         assert result["dtypes"] == ({"torch.bfloat16"}, {"torch.float32"})
@@ -297,9 +293,9 @@ def test_peft_takes_some_names_for_experts(tmp_path: Path) -> None:
 
 
 def test_the_first_line_counts_what_is_trained(
-    store: Path, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*SMALL, *settings_of(checkpoints["mixtral"], *MODES["degree 1"]), f"data.store={store}"]
+    settings = [*SMALL, *settings_of(checkpoints["mixtral"], *MODES["degree 1"]), f"data.store={shorts}"]
     given = [f"--{setting}" for setting in [*settings, f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]]
     assert main(["train", *given]) == 0
     model = AutoModelForCausalLM.from_pretrained(checkpoints["mixtral"])
@@ -313,16 +309,23 @@ def test_the_first_line_counts_what_is_trained(
     [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["context.mode=auto"])],
 )
 def test_the_memory_estimate_is_within_10_percent(
-    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]
+    workers: Workers, store: Path, tmp_path: Path, ranks: int, others: list[str]
 ) -> None:
     """Frozen weights are counted without gradients and optimizer state, which would be three quarters of the total."""
-    store = make_store(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
+    checkpoint = make_checkpoint(tmp_path / "larger", "llama", **sizes)
     given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
     given.append("data.max_length=2048")
     measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)
     assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
+
+
+def test_adafactors_state_is_at_most_as_large_as_the_adapters(
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    given = settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "optimizer.name=adafactor")
+    actual, expected = workers.run(bytes_of_state, 1, shorts, tmp_path, given)[0]
+    assert 0 < actual <= expected == 4 * load(None, given).model_source().spec.trained_parameters
 
 
 def test_operations_of_frozen_weights_are_counted_without_their_gradients(checkpoints: dict[str, Path]) -> None:

@@ -24,17 +24,11 @@ from tests.lora_cases import (
     settings_of,
 )
 from tests.memory_cases import peak_and_estimate
-from tests.training_cases import make_store
 from tests.workers import Workers
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 EXPERTS = [f"lora.target_parameters=[{', '.join(BOTH)}]", "lora.target_modules=[q_proj, v_proj]"]
 SPLIT = "batch.tokens_per_rank=200"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +48,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_steps_are_those_of_peft(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str, ranks: int, settings: list[str]
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str, ranks: int, settings: list[str]
 ) -> None:
     settings = settings_of(checkpoints[kind], *EXPERTS, *settings)
-    results = workers.run(run, ranks, store, tmp_path, settings)
+    results = workers.run(run, ranks, shorts, tmp_path, settings)
     first = results[0]["first"]
     assert {name.partition(".mlp.")[2] for name in first if ".mlp." in name and "lora_A" in name} == {
         "experts.lora_A.default.weight",
         "experts.base_layer.lora_A.default.weight",
     }
-    losses, last = reference(checkpoints[kind], store, settings, first, ["q_proj", "v_proj"], target_parameters=BOTH)
+    losses, last = reference(checkpoints[kind], shorts, settings, first, ["q_proj", "v_proj"], target_parameters=BOTH)
     assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
     assert ranks == 1 or all(result["split"] for result in results)
     for name, value in last.items():
@@ -80,6 +74,8 @@ def test_peft_loads_the_adapter_and_merges_the_same(
 ) -> None:
     given = settings_of(checkpoints[kind], *targets, f"train.dtype={dtype}", "batch.tokens_per_rank=300")
     model = load(None, given).model_source().build()
+    adapted = [weight.numel() for weight in model.layers[0].parameters() if weight.dim() == 3]
+    assert model.spec.layers[0].adapted_experts == sum(adapted) > 0
     values = draw(model)
     loaded = loaded_by_peft(tmp_path, checkpoints[kind], model, values, dtype)
     merged, expected = merge(model, values), loaded.merge_and_unload()
@@ -92,10 +88,10 @@ def test_peft_loads_the_adapter_and_merges_the_same(
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_a_run_resumes_and_exports_what_it_trained(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     settings = settings_of(checkpoints[kind], *EXPERTS, SPLIT, "train.steps=2", "checkpoint.every=1")
-    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]
+    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "run", settings)[0]
     export(tmp_path / "run", tmp_path / "adapters")
     export(tmp_path / "run", tmp_path / "merged", merge=True)
     base = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
@@ -104,10 +100,10 @@ def test_a_run_resumes_and_exports_what_it_trained(
     assert merged.keys() == expected.keys()
     assert all(torch.equal(merged[name], weight) for name, weight in expected.items())
     other = [*settings, "lora.target_parameters=[experts.down_proj]"]
-    said = workers.run(resuming_fails, 2, store, tmp_path / "run", other)
+    said = workers.run(resuming_fails, 2, shorts, tmp_path / "run", other)
     assert "lora.target_parameters is ['experts.down_proj'], was ['experts.gate_up_proj'" in said[0]
     (tmp_path / "run" / "checkpoints" / "step-000002").rename(tmp_path / "moved")
-    for name, value in workers.run(resumed, 2, store, tmp_path / "run", settings)[0].items():
+    for name, value in workers.run(resumed, 2, shorts, tmp_path / "run", settings)[0].items():
         assert torch.equal(value, ended[name]), name
 
 
@@ -145,11 +141,10 @@ def test_the_width_of_experts_is_that_of_all_chosen_ones(checkpoints: dict[str, 
     [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["train.recompute=full"])],
 )
 def test_the_memory_estimate_is_within_15_percent(
-    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]
+    workers: Workers, store: Path, tmp_path: Path, ranks: int, others: list[str]
 ) -> None:
-    store = make_store(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_local_experts": 8}
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "mixtral", **sizes)
+    checkpoint = make_checkpoint(tmp_path / "larger", "mixtral", **sizes)
     given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *EXPERTS)
     given += ["data.max_length=2048", *others]
     measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)

@@ -233,6 +233,32 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
     assert after["gradients"] - before["gradients"] >= 4 * idle * len(SPEC.layers)
 
 
+@pytest.mark.parametrize(
+    ("field", "moment", "part", "bytes_each"),
+    [
+        ("largest_measured", "last MLP", "working", 3 * 2),
+        ("adapted_experts", "last MLP", "working", 2),
+        ("adapted_experts", "last MLP", "activations", 2 * len(SPEC.layers)),
+        ("linear_working", "last attention", "working", LOAD.tokens),
+        ("other_parameters", "optimizer", "working", 3 * 4 * len(SPEC.layers)),  # Adafactor's sums
+        ("tower_values", "end of backward", "activations", 2 * LOAD.tokens),
+    ],
+)
+@pytest.mark.parametrize("attends", [True, False])
+def test_what_only_some_models_need_is_counted(field: str, moment: str, part: str, bytes_each: int, attends: bool) -> None:
+    config = CONFIG.changed({"optimizer.name": "adafactor"})
+
+    def counted(number: int) -> int:
+        given = {"attends": attends, "tower_parameters": 1, field: number}
+        of_layers = {name: value for name, value in given.items() if hasattr(SPEC.largest_layer, name)}
+        layers = tuple(replace(layer, **of_layers) for layer in SPEC.layers)
+        spec = replace(SPEC, layers=layers, **{name: given[name] for name in given.keys() - of_layers.keys()})
+        (found,) = (memory.parts[part] for memory in _moments(spec, config, 8, [LOAD], True) if moment in memory.moment)
+        return found
+
+    assert counted(2 * 10**9) - counted(10**9) == bytes_each * 10**9
+
+
 def test_which_kernel_is_counted() -> None:
     request = KernelRequest("cuda", torch.bfloat16, 128, 128)
     found = [kernels.kernel_on_gpus(name, request) for name in ("auto", "flash", "triton")]

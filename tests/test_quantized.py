@@ -32,7 +32,6 @@ from tests.lora_cases import (
     settings_of,
 )
 from tests.memory_cases import peak_and_estimate
-from tests.training_cases import make_store
 from tests.workers import Workers
 
 BASES = ("nf4", "int8")
@@ -40,11 +39,6 @@ MODES = {
     "auto": ["context.mode=auto", "batch.tokens_per_rank=200"],
     "degree 1": ["context.mode=static", "context.degree=1", "batch.tokens_per_rank=300"],
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +95,12 @@ def test_equal_weights_have_no_error(base: str, value: float) -> None:
     ("base", "ranks", "mode"), [("nf4", 1, "degree 1"), ("nf4", 2, "auto"), ("nf4", 3, "auto"), ("int8", 3, "auto")]
 )
 def test_steps_are_those_of_torchao_and_peft(
-    workers: Workers, store: Path, checkpoint: Path, tmp_path: Path, base: str, ranks: int, mode: str
+    workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path, base: str, ranks: int, mode: str
 ) -> None:
     settings = settings_of(checkpoint, *MODES[mode], f"lora.base={base}")
-    results = workers.run(run, ranks, store, tmp_path, settings)
-    losses, last = reference(checkpoint, store, settings, results[0]["first"], quantize=partial(quantize, base))
-    plain, _ = reference(checkpoint, store, settings, results[0]["first"])
+    results = workers.run(run, ranks, shorts, tmp_path, settings)
+    losses, last = reference(checkpoint, shorts, settings, results[0]["first"], quantize=partial(quantize, base))
+    plain, _ = reference(checkpoint, shorts, settings, results[0]["first"])
     assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
     assert losses != pytest.approx(plain, rel=1e-5), "a base that is not quantized would pass too"
     assert ranks == 1 or all(result["split"] for result in results)
@@ -119,26 +113,26 @@ def test_steps_are_those_of_torchao_and_peft(
 
 
 def test_a_run_resumes_bit_by_bit_and_only_with_the_same_base(
-    workers: Workers, store: Path, checkpoint: Path, tmp_path: Path
+    workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(checkpoint, *MODES["auto"], "train.steps=2", "checkpoint.every=1", "lora.base=nf4")
-    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
+    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "whole", settings)[0]
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "whole/checkpoints/step-000001", other / "checkpoints/step-000001")
     for base, was in (("int8", "'int8', was 'nf4'"), ("null", "None, was 'nf4'")):
-        said = workers.run(resuming_fails, 2, store, other, [*settings, f"lora.base={base}"])
+        said = workers.run(resuming_fails, 2, shorts, other, [*settings, f"lora.base={base}"])
         assert f"lora.base is {was}" in said[0]
-    for weights in workers.run(resumed, 2, store, other, settings):
+    for weights in workers.run(resumed, 2, shorts, other, settings):
         for name, value in ended.items():
             assert torch.equal(weights[name], value), name
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_exports_are_adapters_of_the_plain_base_and_the_model_that_was_trained(
-    workers: Workers, store: Path, checkpoint: Path, tmp_path: Path, base: str
+    workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path, base: str
 ) -> None:
     settings = settings_of(checkpoint, *MODES["degree 1"], "train.steps=2", f"lora.base={base}", "train.dtype=bfloat16")
-    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]
+    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "run", settings)[0]
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -168,23 +162,23 @@ def test_layers_without_adapters_are_quantized_too(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["train.recompute=full", "train.recompute=norms", "parallel.reshard_after=step"])
-def test_the_run_is_the_same_with(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path, setting: str) -> None:
+def test_the_run_is_the_same_with(workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path, setting: str) -> None:
     settings = settings_of(checkpoint, *MODES["auto"], "lora.base=nf4", "train.recompute=none")
-    plain = workers.run(run, 2, store, tmp_path / "plain", settings)[0]["losses"]
-    assert gathered_losses(workers.run(run, 2, store, tmp_path / "other", [*settings, setting])) == pytest.approx(
+    plain = workers.run(run, 2, shorts, tmp_path / "plain", settings)[0]["losses"]
+    assert gathered_losses(workers.run(run, 2, shorts, tmp_path / "other", [*settings, setting])) == pytest.approx(
         plain, rel=1e-5
     )
 
 
-def test_rank_stabilized_adapters_are_those_of_peft(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_rank_stabilized_adapters_are_those_of_peft(workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path) -> None:
     settings = settings_of(checkpoint, *MODES["auto"], "lora.rank_stabilized=true")
-    result = workers.run(run, 2, store, tmp_path / "steps", settings)[0]
-    losses, _ = reference(checkpoint, store, settings, result["first"], use_rslora=True)
+    result = workers.run(run, 2, shorts, tmp_path / "steps", settings)[0]
+    losses, _ = reference(checkpoint, shorts, settings, result["first"], use_rslora=True)
     assert result["losses"] == pytest.approx(losses, rel=1e-5)
     settings.append("train.steps=2")
-    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "run", settings)[0]
+    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "run", settings)[0]
     changed = [*settings, "lora.rank_stabilized=false", "train.steps=3"]
-    assert "lora.rank_stabilized is False, was True" in workers.run(resuming_fails, 2, store, tmp_path / "run", changed)[0]
+    assert "lora.rank_stabilized is False, was True" in workers.run(resuming_fails, 2, shorts, tmp_path / "run", changed)[0]
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -194,10 +188,10 @@ def test_rank_stabilized_adapters_are_those_of_peft(workers: Workers, store: Pat
 
 
 @pytest.mark.slow
-def test_compiled_blocks_have_no_breaks(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_compiled_blocks_have_no_breaks(workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path) -> None:
     settings = settings_of(checkpoint, *MODES["degree 1"], "lora.base=nf4")
-    plain = workers.run(run, 1, store, tmp_path / "plain", settings, 2)[0]["losses"]
-    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, store, tmp_path / "compiled", settings, 2)
+    plain = workers.run(run, 1, shorts, tmp_path / "plain", settings, 2)[0]["losses"]
+    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, shorts, tmp_path / "compiled", settings, 2)
     assert losses == pytest.approx(plain, rel=1e-6)
     assert (graphs, breaks) == (2, 0)
 
@@ -223,11 +217,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path, kind: str, settings: list[str
     ("base", "ranks", "others"), [("nf4", 2, ["context.mode=auto"]), ("int8", 1, ["train.dtype=bfloat16"])]
 )
 def test_the_memory_estimate_is_within_10_percent(
-    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, base: str, ranks: int, others: list[str]
+    workers: Workers, store: Path, tmp_path: Path, base: str, ranks: int, others: list[str]
 ) -> None:
-    store = make_store(tmp_path)
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 32}
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
+    checkpoint = make_checkpoint(tmp_path / "larger", "llama", **sizes)
     given = settings_of(checkpoint, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
     given += ["data.max_length=2048", f"lora.base={base}"]
     measured, memory = peak_and_estimate(workers, store, tmp_path / "run", ranks, given)

@@ -9,12 +9,7 @@ import torch.distributed as dist
 from longctx.cli import main
 from longctx.training.saved import checkpoint
 from longctx.training.saved.run_folder import RunFolderError, open_run_folder, set_aside
-from tests.training_cases import SMALL, make_store, pretend_checkpoints, steps_in
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
+from tests.training_cases import SMALL, pretend_checkpoints, steps_in
 
 
 def given(store: Path, run: Path, *more: str) -> list[str]:
@@ -33,36 +28,36 @@ def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in steps_in(run)}
 
 
-def test_it_repeats_what_the_run_did(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_repeats_what_the_run_did(shorts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    assert main(["train", *given(store, run)]) == 0
+    assert main(["train", *given(shorts, run)]) == 0
     before = losses(run)
-    assert main(["train", "--resume", "3", *given(store, run)]) == 2
+    assert main(["train", "--resume", "3", *given(shorts, run)]) == 2
     assert "no complete checkpoint of that step: it has those of steps 2, 4, 6" in capfd.readouterr().err
-    assert main(["train", "--resume", "2", *given(store, run, "model.intermediate_size=32")]) == 2
+    assert main(["train", "--resume", "2", *given(shorts, run, "model.intermediate_size=32")]) == 2
     assert "another model" in capfd.readouterr().err and checkpoint.steps(run) == [2, 4, 6], "a refused run moves nothing"
     dist.destroy_process_group()  # which ends with a process otherwise
-    assert main(["train", *given(store, run, "train.steps=3"), "--resume", "2"]) == 0
+    assert main(["train", *given(shorts, run, "train.steps=3"), "--resume", "2"]) == 0
     aside = run / "set-aside-1"
     assert f"later checkpoints (step-000004, step-000006) were moved to {aside}" in capfd.readouterr().err
     assert checkpoint.steps(run) == [2, 3] and checkpoint.steps(aside) == [4, 6]
     assert (run / "latest").resolve().name == "step-000003"
     assert losses(aside) == before and "resumed from step 2" in (aside / "NOTE.txt").read_text("utf-8")
     assert losses(run) == {step: before[step] for step in (1, 2, 3)}, "not bit by bit"
-    assert main(["train", *given(store, run), "--resume", "2"]) == 0
+    assert main(["train", *given(shorts, run), "--resume", "2"]) == 0
     assert checkpoint.steps(run / "set-aside-2") == [3] and losses(run) == before
 
 
 def test_a_damaged_checkpoint_is_not_replaced_by_an_earlier_one(
-    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    shorts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main(["train", *given(store, run)]) == 0
+    assert main(["train", *given(shorts, run)]) == 0
     (data,) = (run / "checkpoints" / "step-000004").glob("*.distcp")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert main(["train", *given(store, run), "--resume", "4"]) == 2
+    assert main(["train", *given(shorts, run), "--resume", "4"]) == 2
     assert re.search("step-000004 is damaged .* Give another step with --resume", capfd.readouterr().err)
     assert checkpoint.steps(run) == [2, 4, 6]
 

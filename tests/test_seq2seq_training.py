@@ -1,6 +1,7 @@
 """Encoder-decoders of transformers in the commands: packed, split over ranks and sharded, against transformers alone."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import AutoPeftModelForSeq2SeqLM
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM
 
@@ -27,10 +29,12 @@ from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import pretrained
 from longctx.planning.cost.model import attention_pairs
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import PlanError
 from longctx.tokenizer_files import copy, find
 from longctx.training.checks import check_model
 from longctx.training.data import RunData, first_plans
+from longctx.training.metrics import model_flops
 from longctx.training.validation import Documents
 from tests.data_cases import PROFILE, written
 from tests.huggingface_cases import build_model
@@ -39,6 +43,8 @@ from tests.pretrained_cases import assert_step, largest_error
 from tests.seq2seq_cases import SETTINGS, build_seq2seq
 from tests.seq2seq_training_cases import (
     BOS,
+    adapted_reference,
+    adapted_step,
     answer,
     first_step,
     losses,
@@ -135,13 +141,63 @@ def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path],
     assert_step(workers.run(step, 2, checkpoints["t5gemma"], OPTIONS[name]), reference(checkpoints["t5gemma"]))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(1, []), (2, ["train.recompute=selective", "lora.dora=true"]), (3, ["parallel.reshard_after=step"])]
+)
+def test_adapters_have_the_gradients_of_peft(
+    workers: Workers, checkpoints: dict[str, Path], ranks: int, settings: list[str]
+) -> None:
+    folder = checkpoints["unbalanced"]
+    found = workers.run(adapted_step, ranks, folder, settings)
+    expected = adapted_reference(folder, found[0][2], "lora.dora=true" in settings)
+    assert_step(found, expected)
+    trained = [name for name, gradient in expected[1].items() if gradient.norm() > 0]
+    assert len(trained) == (3 if "lora.dora=true" in settings else 2) * (7 * 3 + 11 * 1)
+
+
+FROZEN = ["encoder", "cross_attn|embed_tokens", r"decoder\..*(mlp|norm)|encoder\.layers\.0"]
+
+
+@pytest.mark.parametrize(("ranks", "pattern"), [(3, FROZEN[0]), (2, FROZEN[1]), (1, FROZEN[2]), (3, FROZEN[2])])
+def test_what_is_not_frozen_has_the_gradients_of_transformers(
+    workers: Workers, checkpoints: dict[str, Path], ranks: int, pattern: str
+) -> None:
+    expected = reference(checkpoints["t5gemma"])
+    for name, gradient in expected[1].items():
+        if re.search(pattern, name):
+            gradient.zero_()
+    found = workers.run(step, ranks, checkpoints["t5gemma"], [f"train.freeze=['{pattern}']", "train.recompute=mlp"])
+    assert_step(found, expected)
+
+
+@pytest.mark.parametrize("setting", ["lora.rank=4", "train.freeze=[encoder]"])
+def test_a_run_of_some_weights_resumes_bit_by_bit_and_is_exported(
+    workers: Workers, base: Path, store: Store, tmp_path: Path, setting: str
+) -> None:
+    whole = workers.run(losses, 2, base, store.path, tmp_path / "run", [setting], 4)
+    assert whole == workers.run(losses, 2, base, store.path, tmp_path / "resumed", [setting], 2, 4)
+    assert whole[0][-1] < whole[0][0]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "export")]) == 0
+    exported, first = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "export"), AutoModelForSeq2SeqLM.from_pretrained(base)
+    sources, _ = pairs_of(records())
+    answers = [[answer(model, source) for source in sources] for model in (exported, first)]
+    assert answers[0] != answers[1]
+    if setting == "lora.rank=4":
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+        exported = AutoPeftModelForSeq2SeqLM.from_pretrained(tmp_path / "export").merge_and_unload()
+        first = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged")
+    for name, weight in exported.named_parameters():
+        if ".encoder." in name or setting == "lora.rank=4":
+            assert torch.equal(weight, first.get_parameter(name)), name
+
+
 def test_a_run_resumes_bit_by_bit_and_its_export_answers_alike(
     workers: Workers, base: Path, store: Store, tmp_path: Path
 ) -> None:
     """A run of 4 steps, and one of 2 that is resumed; the exported model answers greedily as one that transformers trained."""
     run, resumed = tmp_path / "run", tmp_path / "resumed"
-    whole = workers.run(losses, 2, base, store.path, run, 4)
-    assert whole == workers.run(losses, 2, base, store.path, resumed, 2, 4)
+    whole = workers.run(losses, 2, base, store.path, run, [], 4)
+    assert whole == workers.run(losses, 2, base, store.path, resumed, [], 2, 4)
     assert whole[0][-1] < whole[0][0]
     assert main(["export", str(run), str(tmp_path / "export")]) == 0
     trained, exported = trained_by_transformers(base, 4), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "export")
@@ -240,15 +296,37 @@ def test_operations_are_those_that_torch_counts(base: Path) -> None:
     assert wide.flops([64], sources=[40]) + masked == counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("pair", "recompute"), [((1000, 1000), "full"), ((200, 1800), "none")])
+def test_operations_of_frozen_weights_are_counted_without_their_gradients(base: Path) -> None:
+    def of(*settings: str) -> tuple[ModelSpec, int]:
+        spec = load(None, [f"model.from_pretrained={base}", *settings]).model_source().spec
+        return spec, model_flops(spec, [64], sources=[40])
+
+    (spec, everything), (adapted, _) = of(), of("lora.rank=4")
+    encoder, decoder = (sum(layer.matrix_parameters for layer in part) for part in (spec.layers[:2], spec.layers[2:]))
+    crossed = sum(layer.source_parameters for layer in spec.layers)
+    of_encoder, of_decoder = encoder * 40, crossed * 40 + (decoder - crossed) * 24
+    assert everything - of("train.freeze=[encoder]")[1] == 2 * of_encoder
+    assert everything - of("train.freeze=['decoder.layers']")[1] == 2 * of_decoder
+    assert adapted.frozen_products([64], [40]) == of_encoder + of_decoder + spec.head_parameters * 24
+
+
+@pytest.mark.parametrize(
+    ("pair", "recompute", "others"),
+    [
+        ((1000, 1000), "full", []),
+        ((200, 1800), "none", []),
+        ((1000, 1000), "none", ["lora.rank=4"]),
+        ((200, 1800), "none", ["train.freeze=[encoder]"]),
+    ],
+)
 def test_the_memory_estimate_is_within_20_percent(
-    workers: Workers, tmp_path: Path, pair: tuple[int, int], recompute: str
+    workers: Workers, tmp_path: Path, pair: tuple[int, int], recompute: str, others: list[str]
 ) -> None:
     folder = save_checkpoint(
         tmp_path / "wide", "without windows and soft caps", hidden_size=128, intermediate_size=384, head_dim=32
     )
     prepare(write_records(tmp_path / "records.jsonl", (pair,) * 4), tmp_path / "store", tokenizer=str(folder))
-    options = [f"train.recompute={recompute}", "batch.tokens_per_rank=2100", "eval.every=null", "eval.store=null"]
+    options = [f"train.recompute={recompute}", "batch.tokens_per_rank=2100", "eval.every=null", "eval.store=null", *others]
     (peak,) = workers.run(peak_of_run, 1, folder, tmp_path / "store", tmp_path / "run", options)
     made = Store.open(tmp_path / "store")
     config = load(None, [*settings_of(folder, tmp_path / "store", tmp_path / "run", 1), *options], world_size=1)
@@ -296,7 +374,7 @@ def test_other_families_are_refused_before_anything_starts(kind: str, message: s
 
 def test_what_is_not_tested_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for setting, message in (
-        ("lora.rank=8", "an encoder-decoder, on which adapters are not tested: omit lora.rank"),
+        ("train.compile=true", "torch.compile breaks graphs where blocks make their attention"),
         ("parallel.tensor_parallel_size=2", "the native decoder cannot run"),
         ("parallel.pipeline_parallel_size=2", "the native decoder cannot run"),
         ("context.ulysses_degree=2", "cross-attention has no Ulysses"),

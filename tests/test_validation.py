@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from longctx.attention import RingAttention
 from longctx.cli import main
-from longctx.data.sampler import Sampler, held_out
+from longctx.config import load
+from longctx.data.sampler import Sampler, SamplerError, held_out
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.objectives.loss import greedy_choices
+from longctx.training.validation import Documents
 from tests.data_cases import placed_plan
 from tests.marks import slow_unless
 from tests.training_cases import SMALL, start
@@ -120,6 +122,14 @@ def test_documents_that_are_held_out_are_never_trained_on(store: Path) -> None:
     evaluated = Sampler(opened.lengths, left_out=~apart, **settings).in_order()
     assert {piece.document for piece in evaluated} == set(np.flatnonzero(apart).tolist())
     assert sum(piece.length for piece in evaluated) == opened.lengths[apart].sum()
+
+
+def test_pieces_without_a_target_are_left_out(store: Path) -> None:
+    opened, config = Store.open(store), load(None, ["data.long_documents=split"])
+    pieces = Documents.choose(config, opened, 250).pieces
+    assert all(piece.length > 1 for piece in pieces) and {piece.document for piece in pieces} == set(range(len(opened)))
+    with pytest.raises(SamplerError, match="has a token to train on"):
+        Documents.choose(config, opened, 1)
 
 
 def test_the_held_out_share_goes_by_names_alone() -> None:

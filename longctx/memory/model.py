@@ -136,8 +136,9 @@ class Weights:
 
 def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
     """Returns a block with the mean number of parameters of encoder and decoder, which may differ much."""
-    matrices, others = (sum(getattr(layer, name) for layer in layers) for name in ("matrix_parameters", "other_parameters"))
-    return replace(layers[-1], matrix_parameters=matrices // len(layers), other_parameters=others // len(layers))
+    kinds = ("matrix", "other", "adapter", "quantized")
+    names = [*(f"{kind}_parameters" for kind in kinds), "quantized_bytes"]
+    return replace(layers[-1], **{name: sum(getattr(layer, name) for layer in layers) // len(layers) for name in names})
 
 
 class RankMemory:

@@ -4,12 +4,13 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longctx.model.experts import Experts, stacks_experts
 from longctx.model.options import FreezeError
+from longctx.model.vision import tower_of
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ class PartlyFrozen:
         in_blocks = set(model.layers.parameters())
         outside = [parameter for parameter in model.parameters() if parameter not in in_blocks]
         entries = [parameter for parameter in outside if parameter.dim() == 2 and len(parameter) == model.spec.vocab_size]
+        entries = entries[-1 if model.spec.tie_word_embeddings else -2 :]  # not the embedding of an encoder
         blocks = zip(model.spec.layers, model.layers, strict=True)
+        hf: Any = getattr(model, "hf", None)
+        keeps = model.spec.tower_values and not frozen.issuperset(tower_of(hf).parameters())
         return replace(
             model.spec,
             vocab_size=model.spec.vocab_size if self.known else None,
@@ -79,6 +83,7 @@ class PartlyFrozen:
             frozen_embedding=entries[0] in frozen,
             frozen_head=entries[-1] in frozen,
             frozen_outside=sum(parameter.numel() for parameter in outside if parameter in frozen),
+            tower_values=model.spec.tower_values if keeps else 0,
         )
 
 

@@ -16,6 +16,7 @@ from longctx.attention.huggingface import Rings, check_length, packing_from_layo
 from longctx.attention.huggingface_seq2seq import ROLES, ByRole, Role, attention_inputs, check_packed_seq2seq, find_roles
 from longctx.model.huggingface import TransformersModel, TransformersSource, check_base, row
 from longctx.model.huggingface_spec import spec_of_seq2seq
+from longctx.model.lora import AdaptedModel, AdaptedSource
 from longctx.model.protocol import MakeAttention
 from longctx.planning.cost.spec import ModelSpec
 
@@ -45,7 +46,7 @@ class SourceAttention(ByRole):
 class Seq2SeqSource(TransformersSource):
     """A checkpoint of an encoder-decoder."""
 
-    def make(self) -> "Seq2SeqModel":
+    def make(self) -> TransformersModel:
         return Seq2SeqModel(self.files)
 
     def check_length(self, longest: int) -> None:
@@ -82,3 +83,16 @@ class Seq2SeqModel(TransformersModel):
         """Calls this model as probes call transformers' own, whose source and target have the same tokens."""
         positions = None if decoder_position_ids is None else decoder_position_ids[0]
         return SimpleNamespace(logits=self(decoder_input_ids[0], positions, ring_attention)[None])
+
+
+class AdaptedSeq2SeqSource(AdaptedSource, Seq2SeqSource):
+    """A checkpoint of an encoder-decoder with adapters."""
+
+    def make(self) -> TransformersModel:
+        return AdaptedSeq2SeqModel(self.files, self.lora, self.dtype)
+
+
+class AdaptedSeq2SeqModel(AdaptedModel, Seq2SeqModel):
+    """An encoder-decoder in which only adapters are trained, in the blocks of both parts."""
+
+    task = "SEQ_2_SEQ_LM"

@@ -140,13 +140,17 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
     """
     if importlib.util.find_spec("peft") is None:
         raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
+    from longctx.model.huggingface import open_checkpoint
+
+    return run_with_adapters(open_checkpoint(source, rope, masked), lora, dtype)
+
+
+def run_with_adapters(files: "CheckpointFiles", lora: Lora, dtype: str) -> ModelSource:
+    """Returns a checkpoint with adapters, that transformers' own code runs."""
     import torch
 
-    from longctx.model.huggingface import open_checkpoint
     from longctx.model.lora import AdaptedSource
+    from longctx.model.seq2seq import AdaptedSeq2SeqSource
 
-    files = open_checkpoint(source, rope, masked)
-    if files.seq2seq:
-        raise LoraError(f"{source} is an encoder-decoder, on which adapters are not tested: omit lora.rank")
-    why = "transformers' own code runs it, as LoRA requires"
-    return AdaptedSource(files, why, lora=lora, dtype=getattr(torch, dtype))
+    kind = AdaptedSeq2SeqSource if files.seq2seq else AdaptedSource
+    return kind(files, "transformers' own code runs it, as LoRA requires", lora=lora, dtype=getattr(torch, dtype))

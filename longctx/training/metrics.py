@@ -248,7 +248,7 @@ def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding are
     not counted.
     """
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_multiplied * sum(lengths)
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources)
 
 
 def gpu_kind(device_name: str) -> str | None:

@@ -75,7 +75,7 @@ class Documents:
             )
         if first is not None:
             chosen &= np.cumsum(chosen) <= first + (store.pairs and first % 2)
-        long_documents = config.data.long_documents
+        long_documents, masking = config.data.long_documents, make_masking(config, store, seed=0)
         sampler = Sampler(
             store.lengths,
             global_tokens=1,
@@ -87,9 +87,9 @@ class Documents:
             left_out=~chosen,
             pairs=store.pairs,
             unsplit=store.unsplit,
+            has_targets=store.has_targets if masking is None else None,
         )
         tokens, multiple = config.batch.global_tokens, padding(config)
-        masking = make_masking(config, store, seed=0)
         return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long, masking)
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
@@ -164,7 +164,7 @@ class Validator:
                 assert of_tokens is None or isinstance(of_tokens, torch.Tensor)
                 total -= float((value.double() if of_tokens is None else value.double() * of_tokens.to(value.device)).sum())
             targets += batch.target_tokens
-            divisor += weights.divisor if batch.target_tokens else 0.0
+            divisor += batch.target_weight
         return float(mesh.gather([total]).sum()) / (divisor or 1.0), None, targets
 
     def _mean_preference(self, objective: Objective) -> tuple[float, float, int]:

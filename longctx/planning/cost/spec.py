@@ -228,6 +228,17 @@ class ModelSpec:
         frozen = sum(layer.frozen_matrices - layer.frozen_idle for layer in self.layers)
         return frozen + (self.head_parameters if self.frozen_head else 0)
 
+    def frozen_products(self, lengths: Sequence[int], sources: Sequence[int] = ()) -> int:
+        """Returns the parameters without gradients times the tokens that each multiplies, see `flops`."""
+        if not sources:
+            return self.frozen_multiplied * sum(lengths)
+        layers, head = self.layers, self.frozen_head * self.head_parameters
+        frozen = [layer.frozen_matrices - layer.frozen_idle for layer in layers]
+        if self.adapted:
+            frozen, head = [layer.matrix_parameters for layer in layers], self.head_parameters
+        pairs = zip(sources, lengths, strict=True)
+        return sum(self._pair_products(frozen, head, source, length - source) for source, length in pairs)
+
     @property
     def multiplied_parameters(self) -> int:
         """Number of parameters that multiply every token: matrices of the blocks, and the output projection."""
@@ -255,9 +266,18 @@ class ModelSpec:
     def _pair_flops(self, source: int, target: int) -> int:
         """Returns the operations of a forward pass over a source and its target."""
         encoder, decoder = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
-        of_source = sum(layer.matrix_parameters for layer in encoder) + sum(layer.source_parameters for layer in decoder)
-        of_target = sum(layer.matrix_parameters - layer.source_parameters for layer in decoder) + self.head_parameters
+        of_layers = [layer.matrix_parameters + layer.adapter_parameters for layer in self.layers]
         seen = sum(2 * layer.attention_flops(source) for layer in encoder)
         seen += sum(layer.attention_flops(target) for layer in decoder)
         crossed = 4 * source * target * sum(layer.num_attention_heads * layer.head_dim for layer in decoder)
-        return 2 * (of_source * source + of_target * target) + seen + crossed
+        return 2 * self._pair_products(of_layers, self.head_parameters, source, target) + seen + crossed
+
+    def _pair_products(self, of_layers: Sequence[int], head: int, source: int, target: int) -> int:
+        """Returns parameters of blocks and of the head times the tokens of a source or of its target that they multiply.
+
+        Of a decoder's block, those of K and V of the source are taken to be the same share as of all its matrices.
+        """
+        blocks = list(zip(of_layers, self.layers, strict=True))
+        crossed = sum(size * layer.source_parameters // layer.matrix_parameters for size, layer in blocks)
+        of_source = sum(size for size, _ in blocks[: self.encoder_layers]) + crossed
+        return of_source * source + (sum(of_layers) - of_source + head) * target

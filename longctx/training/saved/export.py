@@ -27,7 +27,7 @@ from longctx.model.options import Lora
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
-from longctx.model.source import run_by_transformers
+from longctx.model.source import run_by_transformers, run_with_adapters
 from longctx.model.vision import VISION_CLASS, VISION_FAMILIES, is_vision_checkpoint
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.tokenizer_files import is_seq2seq
@@ -220,7 +220,7 @@ def _adapted(described: dict[str, Any]) -> Model:
     if base.fingerprint != values["base_fingerprint"]:
         raise ExportError(f"{values['base']} has changed since the adapters were trained: restore the original base weights")
     with torch.device("meta"):
-        return AdaptedModel(base, lora, torch.float32)
+        return run_with_adapters(base, lora, "float32").build()
 
 
 def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None) -> Iterator[Planned]:
@@ -309,14 +309,14 @@ def how_to_load(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         adapters = json.loads((folder / "adapter_config.json").read_text("utf-8"))
         base = adapters["base_model_name_or_path"]
-        masked = adapters["task_type"] is None
+        masked, pairs = (adapters["task_type"] == task for task in (None, "SEQ_2_SEQ_LM"))
         if masked or is_vision_checkpoint(Path(base)):
             base = f"{'AutoModelForMaskedLM' if masked else VISION_CLASS}.from_pretrained({base!r})"
             return (
                 f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
             )
         return (
-            f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
+            f"load with peft: AutoPeftModelFor{'Seq2SeqLM' if pairs else 'CausalLM'}.from_pretrained({str(folder)!r}); "
             "or merge: longctx export RUN OUT --merge"
         )
     config = json.loads((folder / "config.json").read_text("utf-8"))

@@ -72,11 +72,11 @@ def open_run_folder(
             "another folder with --train.run_dir"
         )
     # The old checkpoint stays until the new one is complete.
-    count = 3 if best else 2
+    count, said = (3, "three") if best else (2, "two")
     if free < count * checkpoint_bytes:
         raise RunFolderError(
-            f"run folder {folder} has {free / 1e6:,.1f} MB free, but {'three' if best else 'two'} checkpoints of this model "
-            f"need {count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
+            f"run folder {folder} has {free / 1e6:,.1f} MB free, but {said} checkpoints of this model need "
+            f"{count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
         )
     return (saved if resume else None), damaged
 
