@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longctx.data.chat import ChatError
-from longctx.data.image_sources import Grid, ImageBytes, ImagePlace
+from longctx.data.image_sources import ImageBytes, ImagePlace
 from longctx.data.template import Rendered
 from longctx.data.tokenizer import TokenArray
 from longctx.errors import UserError, brief
+from longctx.planning.image_work import Grid
 from longctx.tokenizer_files import read_json
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from longctx.data.chat import Message
 from longctx.data.messages import IMAGE, IMAGES, FormatError
+from longctx.planning.image_work import Grid
 
 IMAGE_KEYS = ("images", "image")
 """Keys of a record's images."""
@@ -22,8 +23,6 @@ PLACE = "<image>"
 """What stands for an image in the text of many data sets."""
 ImageBytes = bytes | Path
 """An image, or the file that it is in."""
-Grid = tuple[int, int, int]
-"""Time, height and width of an image in patches, or in pixels if all images are alike."""
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.IGNORECASE)
 
 

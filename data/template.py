@@ -20,10 +20,10 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message, check_role, trained_turns
-from longctx.data.image_sources import Grid
 from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
 from longctx.data.messages import IMAGE, NUMBER, DigitsError, as_written, in_parts, parse_arguments
+from longctx.planning.image_work import Grid
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use

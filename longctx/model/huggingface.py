@@ -28,7 +28,7 @@ from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.vision import Images, encode_images, is_vision, tower_blocks, tower_sizes
+from longctx.model.vision import Images, encode_images, is_vision, tower_blocks, tower_sizes, tower_spec
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
@@ -109,7 +109,7 @@ class TransformersModel(Model):
         if is_vision(self.hf):
             self.tower = tower_blocks(self.hf)
             parameters, values = tower_sizes(self.hf)
-            self.spec = replace(self.spec, tower_parameters=parameters, tower_values=values)
+            self.spec = replace(self.spec, tower_parameters=parameters, tower_values=values, tower=tower_spec(self.hf))
         self._documents: RowDocuments | None = None
         """Documents of the micro-batch that runs."""
         self._routers = self._watch_routers()

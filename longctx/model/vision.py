@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from longctx.planning.cost.tower import TowerSpec
 from longctx.tokenizer_files import read_json
 
 VISION_FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -75,6 +76,32 @@ def tower_sizes(hf: Any) -> tuple[int, int]:
         patches = (vision.image_size // vision.patch_size) ** 2 // tokens
     features = (1 + len(getattr(vision, "deepstack_visual_indexes", ()))) * config.get_text_config().hidden_size
     return parameters, patches * values + 2 * features
+
+
+def tower_spec(hf: Any) -> TowerSpec:
+    """Returns the sizes of the tower and of what projects its features, from which its work is counted."""
+    blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
+    of_blocks, of_text = (
+        {id(weight) for module in part for weight in module.parameters()} for part in (blocks, [hf.base_model.language_model])
+    )
+    tables = {id(module.weight) for module in hf.base_model.modules() if isinstance(module, nn.Embedding)}
+    outside = [weight for weight in hf.base_model.parameters() if id(weight) not in of_blocks | of_text | tables]
+    full, used = getattr(vision, "fullatt_block_indexes", None), getattr(config, "vision_feature_layer", len(blocks))
+    states = [state % (len(blocks) + 1) for state in ([used] if isinstance(used, int) else used)]  # before and after blocks
+    merged = hasattr(vision, "spatial_merge_size")
+    return TowerSpec(
+        patch_weights=sum(weight.numel() for weight in outside if weight.dim() > 3),
+        block_weights=sum(weight.numel() for weight in blocks[0].parameters() if weight.dim() > 1),
+        token_weights=sum(weight.numel() for weight in outside if weight.dim() == 2),
+        blocks=len(blocks),
+        width=getattr(vision, "embed_dim", None) or vision.hidden_size,
+        windowed=0 if full is None else len(blocks) - len(full),
+        unused=len(blocks) - max(states),
+        merge=getattr(vision, "spatial_merge_size", 1),
+        window=0 if full is None else vision.window_size // vision.spatial_merge_size // vision.patch_size,
+        patches=None if merged else (vision.image_size // vision.patch_size) ** 2,
+        more=sum(name.endswith("class_embedding") for name, _ in tower_of(hf).named_parameters()),
+    )
 
 
 def encode_images(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:
