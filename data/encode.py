@@ -208,7 +208,7 @@ class Encoder:
         places: Sequence[ImagePlace] = ()
         if self.images is not None and rendered.images:
             places = self.images.places(tokens, rendered.images)
-            trained = trained if rendered.spans is not None else tokens != self.images.token
+            trained = trained if rendered.spans is not None else ~self.images.among(tokens)
         return EncodedDocument(
             document,
             tokens,

@@ -257,7 +257,7 @@ def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: 
         options["sources"] = [int(store.source_lengths[piece.document]) for piece in pieces]
     if store.has_images:
         found = {number: store.image_places(piece.document) for number, piece in enumerate(pieces)}
-        options["images"] = {n: [(place[1], tuple(place[2:])) for place in places] for n, places in found.items() if places}
+        options["images"] = {n: [(place[1], tuple(place[2:5])) for place in places] for n, places in found.items() if places}
     plan = planner(lengths, **options)
     if list(plan.lengths) != lengths:
         raise PlanError("the planner returned a plan for other lengths than those of the step's documents")

@@ -141,7 +141,7 @@ class TransformersModel(Model):
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         arguments = self._arguments(tokens, positions, attention)
         if images is not None:
-            arguments["mm_encoder_outputs"], anchor = encode_images(self.hf, images)
+            arguments["mm_encoder_outputs"], anchor = encode_images(self.hf, images, tokens)
         if head is None:
             logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits

@@ -104,9 +104,9 @@ def tower_spec(hf: Any) -> TowerSpec:
     )
 
 
-def encode_images(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:
-    """Encodes this rank's images. Returns what transformers' forward takes for the image tokens of this rank, None if it has
-    none, and a zero to be added to the result, so that backward sends gradients on every rank. Collective.
+def encode_images(hf: Any, images: Images, tokens: torch.Tensor) -> tuple[dict[str, Any] | None, torch.Tensor]:
+    """Encodes this rank's images and frames. Returns what transformers' forward takes for those of this rank's `tokens`, None
+    if there are none, and a zero to be added to the result, so that backward sends gradients on every rank. Collective.
     """
     out = hf.base_model.get_image_features(**images.pixels, return_dict=True)
     deep = [_joined(features) for features in getattr(out, "deepstack_features", None) or ()]
@@ -114,9 +114,16 @@ def encode_images(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch
     anchor = features[:0].sum()
     if not len(features):
         return None, anchor
-    first, *others = features.unbind(1)
-    pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
-    return {"image": SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])}, anchor
+    of_video = torch.zeros(len(features), dtype=torch.bool, device=features.device)
+    if (video := getattr(hf.config, "video_token_id", None)) is not None:
+        of_video = tokens[(tokens == hf.config.image_token_id) | (tokens == video)] == video
+    found = {}
+    for kind, of_kind in (("image", ~of_video), ("video", of_video)):
+        if of_kind.any():
+            first, *others = features[of_kind].unbind(1)
+            pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
+            found[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])
+    return found, anchor
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -124,18 +131,33 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
-def image_positions(hf: Any, length: int, places: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor | None:
+def image_positions(
+    hf: Any, length: int, places: Sequence[tuple[int, int, Sequence[int]]], fps: Sequence[float] = ()
+) -> torch.Tensor | None:
     """Returns the positions [axes, length] of a document in which image k has `places[k]`: first token, tokens and grid.
 
-    They are those that the model's own code computes; None if a token's position is its place in the document.
+    `fps` are frames per second of those that are frames of a video, 0 for images; empty: there is no video. They are those that
+    the model's own code computes; None if a token's position is its place in the document.
     """
     model = hf.base_model
     if not hasattr(model, "get_rope_index"):
         return None
     kinds = torch.zeros(1, length, dtype=torch.int32)
-    for start, tokens, _ in places:
-        kinds[0, start : start + tokens] = 1
-    grids = torch.tensor([grid for _, _, grid in places], dtype=torch.int64)
-    positions, _ = model.get_rope_index(torch.zeros(1, length, dtype=torch.int64), kinds, grids)
+    images: list[Sequence[int]] = []
+    videos: list[list[int]] = []
+    seconds, end = [], -1
+    for (start, tokens, grid), rate in zip(places, fps or [0.0] * len(places), strict=True):
+        kinds[0, start : start + tokens] = 2 if rate else 1
+        if not rate:
+            images.append(grid)
+        elif start == end:  # goes on: of Qwen3-VL, each pair of frames is a video of its own
+            videos[-1][0] += grid[0]
+        else:
+            videos.append(list(grid))
+            seconds.append(hf.config.vision_config.temporal_patch_size / rate)
+        end = start + tokens if rate else -1
+    grids = [torch.tensor(kind, dtype=torch.int64) if kind else None for kind in (images, videos)]
+    options = {"second_per_grid_ts": torch.tensor(seconds)} if videos else {}
+    positions, _ = model.get_rope_index(torch.zeros(1, length, dtype=torch.int64), kinds, *grids, **options)
     found: torch.Tensor = positions[:, 0]
     return found

@@ -1,0 +1,131 @@
+"""Videos: loss and gradients of transformers' own code, and tokens and pixels of the checkpoint's own processor."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from longctx.data.image_processor import Frames, pictures_of
+from longctx.data.image_sources import ImagePlace
+from longctx.model.vision import image_positions
+from tests import video_cases
+from tests.image_cases import chat, data_url, make_store, picture
+from tests.marks import slow_unless
+from tests.pretrained_cases import assert_step
+from tests.vision_cases import save_checkpoint, save_model
+from tests.workers import Workers
+
+RANKS = [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("family", video_cases.FAMILIES)
+def test_a_step_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
+    folder = save_model(tmp_path / "model", family)
+    assert_step(workers.run(video_cases.video_step, ranks, folder, family, []), video_cases.reference(folder, family))
+
+
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "qwen2_5_vl", video_cases.FAMILIES))
+def test_a_pixel_reaches_its_own_document_only(workers: Workers, tmp_path: Path, family: str) -> None:
+    folder = save_model(tmp_path / "model", family)
+    before, after = (workers.run(video_cases.row_losses, 2, folder, family, spoiled) for spoiled in (None, (0, 2)))
+    first = video_cases.places_of(family)[0][2].start
+    for rank in range(2):
+        for document, position, one, other in zip(*before[rank][:2], before[rank][2], after[rank][2], strict=True):
+            if document or position < first - 1:
+                assert one == other, (document, position)
+    assert any(one != other for rank in range(2) for one, other in zip(before[rank][2], after[rank][2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: save_checkpoint(folder / family, family) for family in video_cases.FAMILIES}
+
+
+def frames(count: int, width: int, height: int) -> list[bytes]:
+    return [picture(50 + number, width, height) for number in range(count)]
+
+
+def record(*videos: dict[str, Any]) -> dict[str, Any]:
+    """Returns a conversation with videos, between which is an image."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "Look: "}]
+    for video in videos:
+        parts += [{"type": "video", **video}, {"type": "image", "image": data_url(CAT)}]
+    return {"messages": chat([*parts, {"type": "text", "text": "What happens?"}])}
+
+
+CAT = picture(1, 40, 24)
+SHORT = {"video": [*map(data_url, frames(5, 24, 16))], "fps": 2}
+LONG = {"video": [*map(data_url, frames(4, 50, 30))], "fps": 0.5}
+
+
+@pytest.mark.parametrize("family", video_cases.FAMILIES)
+def test_tokens_and_pixels_of_frames(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """A frame has the patches that it has as an image, each in its own turn; the last one of an odd number is repeated."""
+    store = make_store(tmp_path, checkpoints[family], record(SHORT))
+    text = store.tokenizer.decode(store.tokens(0, 0, int(store.lengths[0]))[0])
+    pad = 6 * "<|video_pad|>"
+    if family == "qwen3_vl":
+        shown = "".join(f"<{second} seconds><|vision_start|>{pad}<|vision_end|>" for second in ("0.2", "1.2", "2.0"))
+    else:
+        shown = 3 * pad
+    assert f"Look: <|vision_start|>{shown}<|vision_end|><|vision_start|><|image_pad|>" in text
+    places = [ImagePlace.of(numbers, k) for k, numbers in enumerate(store.image_places(0))]
+    assert [place.files for place in places] == [(0, 1), (2, 3), (4,), (5,)] and [p.fps for p in places] == [2, 2, 2, 0]
+    assert [store.image(0, k) for k in range(6)] == [*frames(5, 24, 16), CAT]
+    pictures = pictures_of(store.image_folder)
+    given = [Frames([store.image(0, k) for k in place.files], place.grid) for place in places[:3]]
+    found = pictures.pixels([given[2], CAT, given[0]])
+    assert found["image_grid_thw"].tolist() == [[1, 4, 6], [1, 6, 10], [1, 4, 6]]
+    last, cat, first = found["pixel_values"].split([24, 60, 24])
+    assert torch.equal(cat, pictures.pixels([CAT])["pixel_values"])
+    for part, shown_frames in ((first, (0, 1)), (last, (4, 4))):
+        for turn, frame in enumerate(shown_frames):
+            alone = pictures.pixels([frames(5, 24, 16)[frame]])["pixel_values"]
+            torch.testing.assert_close(part.view(24, 3, 2, 16)[:, :, turn], alone.view(24, 3, 2, 16)[:, :, turn])
+
+
+@pytest.mark.parametrize("family", video_cases.FAMILIES)
+def test_tokens_and_pixels_are_those_of_the_processor(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """Also of frames that are resized, exactly; the processor needs torchvision."""
+    pytest.importorskip("torchvision")
+    import transformers
+    from PIL import Image
+    from transformers import AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
+
+    given = record(SHORT, LONG)
+    store = make_store(tmp_path, checkpoints[family], given)
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints[family])
+    parts = AutoImageProcessor.from_pretrained(checkpoints[family], backend="pil"), tokenizer
+    own = getattr(transformers, f"{name}Processor")(
+        *parts, AutoVideoProcessor.from_pretrained(checkpoints[family]), chat_template=tokenizer.chat_template
+    )
+    opened = [[Image.open(io.BytesIO(frame)) for frame in each] for each in (frames(5, 24, 16), frames(4, 50, 30))]
+    expected = own(
+        text=[own.apply_chat_template(given["messages"], tokenize=False)],
+        images=[Image.open(io.BytesIO(CAT))] * 2,
+        videos=opened,
+        video_metadata=[
+            {"fps": video["fps"], "total_num_frames": len(video["video"]), "frames_indices": list(range(len(video["video"])))}
+            for video in (SHORT, LONG)
+        ],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    length = int(store.lengths[0])
+    assert store.tokens(0, 0, length)[0].tolist()[:-1] == expected["input_ids"][0].tolist()[: length - 1]
+    places = [ImagePlace.of(numbers, k) for k, numbers in enumerate(store.image_places(0))]
+    videos = [Frames([store.image(0, k) for k in place.files], place.grid) for place in places if place.fps]
+    found = pictures_of(store.image_folder).pixels(videos)
+    assert torch.equal(found["pixel_values"], expected["pixel_values_videos"])
+    model = AutoModelForImageTextToText.from_pretrained(checkpoints[family])
+    options = {"second_per_grid_ts": expected["second_per_grid_ts"]} if family == "qwen2_5_vl" else {}
+    kinds, grids = expected["mm_token_type_ids"], (expected["image_grid_thw"], expected["video_grid_thw"])
+    positions, _ = model.base_model.get_rope_index(expected["input_ids"], kinds, *grids, **options)
+    ours = image_positions(model, length, [place[:3] for place in places], [place.fps for place in places])
+    assert ours is not None and torch.equal(ours[:, : length - 1], positions[:, 0, : length - 1])
