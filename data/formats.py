@@ -28,7 +28,7 @@ from itertools import takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.image_sources import IMAGE_KEYS, VIDEO_KEYS, frames_of, place_images
+from longctx.data.image_sources import MEDIA_KEYS, frames_of, place_images
 from longctx.data.messages import FormatError, json_in, leaves, parse_messages, sharegpt
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.weights import TokenWeights, is_weight
@@ -147,20 +147,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {
-        "text",
-        "input",
-        "history",
-        *_REQUIRED,
-        *BESIDE,
-        *REJECTED,
-        *UNSUPPORTED,
-        *KTO,
-        *RATINGS,
-        *IMAGE_KEYS,
-        *VIDEO_KEYS,
-        "fps",
-    }
+    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *MEDIA_KEYS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -264,7 +251,7 @@ def _conversations(
                 f"message {index} of the {side} answer has `weight` {own}: the probabilities of whole answers are compared, so "
                 "messages of pairs weigh 0 or 1; give the record a `weight` instead"
             )
-    return documents, {*used, *BESIDE, *IMAGE_KEYS, *VIDEO_KEYS, "fps"}
+    return documents, {*used, *BESIDE, *MEDIA_KEYS}
 
 
 def _is_good(record: dict[str, Any], key: str, bad_answers: str) -> bool | None:

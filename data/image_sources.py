@@ -23,6 +23,7 @@ from longctx.planning.image_work import Grid
 
 IMAGE_KEYS, VIDEO_KEYS = ("images", "image"), ("videos", "video")
 """Keys of a record's images and videos."""
+MEDIA_KEYS = (*IMAGE_KEYS, *VIDEO_KEYS, "fps")
 PLACES = {IMAGE: "<image>", VIDEO: "<video>"}
 """What stands for an image or a video in the text of many data sets."""
 _VIDEO_FILES = (".mp4", ".webm", ".avi", ".mov", ".mkv", ".m4v", ".mpg", ".mpeg")

@@ -1,18 +1,24 @@
 """Videos: loss and gradients of transformers' own code, and tokens and pixels of the checkpoint's own processor."""
 
 import io
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from longctx.data.image_processor import Frames, pictures_of
 from longctx.data.image_sources import ImagePlace
+from longctx.data.store import Store
+from longctx.errors import UserError
 from longctx.model.vision import image_positions
 from tests import video_cases
-from tests.image_cases import chat, data_url, make_store, picture
+from tests.image_cases import chat, data_url, make_store, picture, train
 from tests.marks import slow_unless
 from tests.pretrained_cases import assert_step
 from tests.vision_cases import save_checkpoint, save_model
@@ -129,3 +135,83 @@ def test_tokens_and_pixels_are_those_of_the_processor(checkpoints: dict[str, Pat
     positions, _ = model.base_model.get_rope_index(expected["input_ids"], kinds, *grids, **options)
     ours = image_positions(model, length, [place[:3] for place in places], [place.fps for place in places])
     assert ours is not None and torch.equal(ours[:, : length - 1], positions[:, 0, : length - 1])
+
+
+def own_losses(folder: Path, store: Store, family: str) -> list[float]:
+    """Returns the sum of the losses of every document, with at most one video, alone by transformers' own code."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    config, pictures, losses = model.config, pictures_of(store.image_folder), []
+    for document in range(len(store)):
+        tokens, label = (torch.from_numpy(part) for part in store.read(document, 0, int(store.lengths[document])))
+        places = [ImagePlace.of(numbers, k) for k, numbers in enumerate(store.image_places(document))]
+        videos = [Frames([store.image(document, k) for k in place.files], place.grid) for place in places if place.fps]
+        images = [store.image(document, place.files[0]) for place in places if not place.fps]
+        inputs: dict[str, Any] = {"input_ids": tokens[None], **(pictures.pixels(images) if images else {})}
+        if videos:
+            inputs["pixel_values_videos"] = pictures.pixels(videos)["pixel_values"]
+            inputs["video_grid_thw"] = torch.tensor([[len(videos), *videos[0].grid[1:]]])
+            if family == "qwen2_5_vl":
+                inputs["second_per_grid_ts"] = torch.tensor([2 / next(place.fps for place in places if place.fps)])
+        if places:
+            kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
+            inputs["mm_token_type_ids"] = kinds[None]
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(**inputs).logits[0], label, reduction="sum").item())
+    return losses
+
+
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "qwen2_5_vl", video_cases.FAMILIES))
+def test_a_run_has_the_losses_of_single_documents(
+    workers: Workers, checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """Videos beside the messages or in them, images and texts; each document is split over both ranks."""
+    (tmp_path / "model").symlink_to(checkpoints[family])
+    urls = [*map(data_url, frames(6, 32, 32))]
+    records = [
+        {"messages": chat("<video>What happens?"), "videos": [{"video": urls, "fps": 1.5}]},
+        {"messages": chat("<image>Then <video>?", "This. " * 5), "videos": [urls[:3]], "images": [urls[0]], "fps": 4},
+        {"messages": chat("No video.")},
+        {"messages": chat("<image>?"), "images": [urls[1]]},
+        record(LONG),
+    ]
+    store = make_store(tmp_path, checkpoints[family], *records)
+    assert store.manifest is not None and store.manifest.images == 6 + 4 + 1 + 5
+    expected = sum(own_losses(checkpoints[family], store, family)) / store.trained_tokens.sum()
+    settings = [f"batch.global_tokens={int(store.lengths.sum())}", "batch.tokens_per_rank=400"]
+    for found, _ in workers.run(train, 2, tmp_path, tmp_path / "run", settings, 1):
+        assert found == pytest.approx([expected], rel=1e-5)
+
+
+FRAME = data_url(CAT)
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2_vl", {"video": "a.mp4"}, "a video is 'a.mp4': only lists of frames are read"),
+    ("qwen2_vl", {"video": ["a.mp4"], "fps": 1}, "only lists of frames are read"),
+    ("qwen2_vl", {"video": [FRAME]}, "a video of 1 frames has fps 0: give the number of frames per second"),
+    ("qwen2_vl", {"video": [FRAME, "b.png"], "fps": 1}, r"image b\.png is not in"),
+    ("qwen2_vl", {"video": [FRAME, data_url(picture(1, 24, 24))], "fps": 1}, "frames of several sizes"),
+    ("qwen2_vl", {}, "there are 0 videos, but the messages have 1 places"),
+    ("qwen3_vl", {"video": [FRAME], "fps": 1}, "a video of 1 frames of 40 × 24 pixels is refused: t:1 must be larger"),
+    ("llava", {"video": [FRAME], "fps": 1}, "LlavaProcessor reads no videos, only Qwen2VLProcessor, Qwen2_5_VLProcessor"),
+    ("gemma3", {"video": [FRAME], "fps": 1}, "Gemma3Processor reads no videos"),
+]
+
+
+@pytest.mark.parametrize(("family", "video", "says"), REFUSED)
+def test_what_cannot_be_exact_is_refused(tmp_path: Path, family: str, video: dict[str, Any], says: str) -> None:
+    checkpoint = save_checkpoint(tmp_path / "model", family)
+    with pytest.raises(UserError, match=rf"chats\.jsonl:1.*{says}"):
+        make_store(tmp_path, checkpoint, {"messages": chat([{"type": "video", **video}])})
+
+
+def test_settings_of_a_processor_that_are_not_supported_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(checkpoints["qwen3_vl"], tmp_path / "model")
+    file = tmp_path / "model" / "video_preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    for change, says in (
+        ({"resample": 2}, "has {'resample': 2}, which is not supported"),
+        ({"cap_pixels_per_frame": True}, "has {'cap_pixels_per_frame': True}"),
+        ({"patch_size": None}, "has no processor of videos: patch_size is not in its settings"),
+    ):
+        file.write_text(json.dumps({**settings, **change}))
+        with pytest.raises(UserError, match=re.escape(says)):
+            make_store(tmp_path, tmp_path / "model", record(SHORT))
