@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and of five pages of docs/ from bench/results, between their `figures` comments.
+"""Writes the figures of README.md and of pages of docs/ from bench/results, between their `figures` comments.
 
     python bench/figures.py            # after bench/plan.py, bench/scaling.py or bench/cluster.py
     python bench/figures.py --check    # exits with 1 if a page has other figures
@@ -24,7 +24,8 @@ from plan import FEW_LONG, times
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("evidence", "optimizers", "policy", "trainers", "trees")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("optimizers", "policy", "trainers", "trees")),
+    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "others", "speedup")),
 )
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HEADLINE = ("wlb_128k", 64, 4)
@@ -148,7 +149,7 @@ def emulated_sentence() -> list[str]:
     )
 
 
-# --- docs/evidence.md
+# --- docs/evidence
 
 
 def modelled_table() -> list[str]:
@@ -357,6 +358,38 @@ def policy_table() -> list[str]:
     return [*wrapped(about), "", *markdown(head, table, numbers_from=1)]
 
 
+def sensitivity_table() -> list[str]:
+    """The headline with other constants of the H100's profile."""
+    head = ["constants", "because", "auto's step", "over fixed static", "over the best single degree"]
+    lines = [
+        [
+            *(row[name] for name in ("change", "why")),
+            f"{float(row['auto_s']):.2f} s",
+            f"{float(row['over_fixed']):.2f}",
+            f"{float(row['over_best_single']):.2f} ({row['best_single']})",
+        ]
+        for row in rows_of("sensitivity")
+    ]
+    return markdown(head, lines, numbers_from=2)
+
+
+def linear_table() -> list[str]:
+    """Dispatches and CPU time of a linear layer, chunk by chunk and by the blocked scan."""
+    rows = rows_of("linear")
+    names = list(dict.fromkeys(row["code"] for row in rows))
+    before, after = ([row for row in rows if row["code"] == name] for name in names)
+    table = [
+        [
+            *(old[name] for name in ("rule", "documents", "head_dim")),
+            *(f"{int(row['dispatches']):,}" for row in (old, new)),
+            *(f"{int(row['cpu_ms']):,} ms" for row in (old, new)),
+        ]
+        for old, new in zip(before, after, strict=True)
+    ]
+    head = ["rule", "documents", "head size", *(f"dispatches, {name}" for name in names), *(f"CPU, {name}" for name in names)]
+    return markdown(head, table, numbers_from=2)
+
+
 def trees_measured() -> list[str]:
     """CPU time of a model over one group, as sequences and as trees."""
     rows = [row for row in rows_of("trees") if row["table"] == "measured"]
@@ -387,6 +420,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "trainers": trainers_table,
     "trainers-sentence": trainers_sentence,
     "trainer-trees": trainer_trees_table,
+    "linear": linear_table,
+    "sensitivity": sensitivity_table,
     "policy": policy_table,
     "optimizers": optimizers_table,
     "trees": trees_measured,

@@ -1,6 +1,6 @@
 """Predicts what others have measured on GPUs, beside their figures: step time, memory, longest document, kernel speed.
 
-    python -m bench.published          # seconds; writes bench/results/published.csv and the table of docs/evidence.md
+    python -m bench.published          # seconds; writes bench/results/published.csv and the table of docs/evidence/others.md
 
 Sources: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf (H100s of 96 GB with a limit of 500 W, bf16 with
 torch.compile, a tenth less without); TRL, docs/source/long_context_training.md at 009fb20 and its example; Megatron-LM's
@@ -28,7 +28,7 @@ from longctx.training.run_profile import run_profile
 
 H100, A100 = "h100-nvlink-ib", "a100-80gb"
 LLAMA_8B, QWEN_8B = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B"
-PAGE = ROOT / "docs" / "evidence.md"
+PAGE = ROOT / "docs" / "evidence" / "others.md"
 COLUMNS = ["who", "what", "unit", "measured", "predicted", "ratio", "assumed"]
 
 

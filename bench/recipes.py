@@ -82,6 +82,7 @@ QWEN3 = {
     "max_position_embeddings": 40960,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "meta-llama/Meta-Llama-3-8B-Instruct": {**LLAMA, "max_position_embeddings": 8192},
     "meta-llama/Llama-3.1-8B": LLAMA,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA,
     "meta-llama/Llama-3.1-70B": LLAMA_70B,
@@ -120,6 +121,7 @@ class Recipe:
 
 
 RECIPES = (
+    Recipe("Llama 3 8B from 8k to 64k on 8 H100s", "prolong-64k", 8),
     Recipe("Llama 3.1 8B at 128k on 8 H100s", "llama-8b-128k", 8),
     Recipe("Llama 3.1 8B at 512k on 8 H100s", "llama-8b-512k", 8),
     Recipe("Llama 3.1 8B at 1M on 8 H100s", "llama-8b-1m", 8),

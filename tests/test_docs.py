@@ -23,13 +23,13 @@ from tests.training_cases import make_store
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def name_of(value: object) -> str:
-    return value.name if isinstance(value, Path) else str(value)
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
 def fences(page: Path, language: str) -> list[str]:
@@ -112,7 +112,9 @@ def why_not_run(command: list[str]) -> str:
         return "installs, serves or schedules, or tests/test_examples.py runs it"
     if re.search(r"--processes 8|--nproc-per-node 8|-node 4|--nnodes", text):
         return "more devices than two cores"
-    if re.search(r"smollm2|modernbert|--tokenizer \w+-?\w*/|runs/mine (OUT|--needle|--store)|generate", text):
+    if re.search(
+        r"smollm2|modernbert|prolong|--tokenizer \w+-?\w*/|runs/(?:mine|extended) (OUT|--needle|--store)|generate", text
+    ):
         return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py, test_encoders.py and test_generate.py run it"
     if re.search(r"-m gpu|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
         return "needs a GPU or minutes"
@@ -250,9 +252,10 @@ def test_the_navigation_has_every_page() -> None:
         return [file for part in parts for file in files(part)]
 
     listed = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
-    assert sorted(listed) == [page.name for page in DOCS]
-    features = README.read_text("utf-8")
-    assert all(f"](docs/{name})" in features for name in listed if name != "index.md")
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in DOCS)
+    features, evidence = README.read_text("utf-8"), (ROOT / "docs" / "evidence" / "index.md").read_text("utf-8")
+    assert all(f"](docs/{name})" in features for name in listed if name != "index.md" and not name.startswith("evidence/"))
+    assert all(f"]({page.name})" in evidence for page in (ROOT / "docs" / "evidence").glob("*.md") if page.name != "index.md")
 
 
 def test_the_readme_is_short() -> None:
@@ -263,11 +266,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]  # --quiet would hide warnings
     process = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    linked = {name for page in DOCS for name in re.findall(r"\]\(\.\./([^)#]+)", page.read_text("utf-8"))}
+    linked = {
+        name for page in (ROOT / "docs").glob("*.md") for name in re.findall(r"\]\(\.\./([^)#]+)", page.read_text("utf-8"))
+    }
     assert "examples/quickstart.yaml" in linked
     for name in linked:
         assert list((tmp_path / "repository").glob(f"{name}*")), f"the site lacks {name}"
     assert "repository/examples/quickstart.yaml" in (tmp_path / "configuration" / "index.html").read_text("utf-8")
+    assert "repository/bench/results/splits.md.txt" in (tmp_path / "evidence" / "exact" / "index.html").read_text("utf-8")
 
 
 FOREIGN = re.compile(r"pip install ['\"]?longctx\b|\blongctx\[|longctx/longctx|git clone …")

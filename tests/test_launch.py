@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,17 @@ def test_kubernetes_calls_torchrun(repository: Path, tmp_path: Path) -> None:
             "own": "",
         }
         assert called.stdout.strip() == ARGUMENTS.format(**own, run_dir=tmp_path / "run"), called.stderr
+
+
+def test_the_image_is_that_of_the_kubernetes_job(repository: Path) -> None:
+    lines = (repository / "examples" / "Dockerfile").read_text().splitlines()
+    (image,) = [line.split(" -t ")[1].split()[0] for line in lines if " -t " in line]
+    _, job = yaml.safe_load_all((repository / "examples" / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image and f"WORKDIR {container['workingDir']}" in lines
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [extra for line in lines for found in re.findall(r"EXTRAS=(\S+)", line) for extra in found.split(",")]
+    assert len(named) == 5 and set(named) <= set(extras)
 
 
 @pytest.mark.slow

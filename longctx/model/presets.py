@@ -362,8 +362,8 @@ PRESETS: dict[str, ModelShape] = {
 Sources: config.json of meta-llama/Llama-3.2-1B, -3B, Llama-3.1-8B, -70B, -405B, Qwen/Qwen3-0.6B to -235B-A22B,
 mistralai/Mixtral-8x7B-v0.1, and openai/gpt-oss-20b and -120b, which also have attention sinks, biases of experts and of the
 output projection, and bounds of their activations, that the decoder lacks. llama-style-462b is 405b with more layers, and
-llama-style-1t is wider: models of docs/scaling.md. Megatron's GPT, with a vocabulary of 51,200: 8.3B from table 2 of arXiv
-1909.08053; 18.4B, 530B and 1T from table 1 of arXiv 2104.04473.
+llama-style-1t is wider: models of docs/evidence/scaling.md. Megatron's GPT, with a vocabulary of 51,200: 8.3B from table 2 of
+arXiv 1909.08053; 18.4B, 530B and 1T from table 1 of arXiv 2104.04473.
 """
 RENAMED = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
 """Names of earlier versions → current names."""
