@@ -130,7 +130,7 @@ class ImageTokens(Pictures):
         self.text: str = getattr(tokenizer, "image_token", None) or self.placeholder
         self.token: int = tokenizer.convert_tokens_to_ids(self.text)
         """The token of which an image has several, and its text."""
-        self._name, self.video_text, self.video_token = name, "", -1
+        self._name, self.video_text, self.video_token, self._of_all = name, "", -1, name == "Qwen3VLProcessor"
         if name in WITH_VIDEOS:
             for part, default in (("video", "pad"), ("vision_start", ""), ("vision_end", "")):
                 default = f"<|{part}_{default}".rstrip("_") + "|>"
@@ -138,6 +138,15 @@ class ImageTokens(Pictures):
             self.video_text = self._processor.video_token
             self.video_token = tokenizer.convert_tokens_to_ids(self.video_text)
         self._places = re.compile("|".join(map(re.escape, filter(None, (self.placeholder, self.video_text)))))
+
+    def decoded(self, images: Sequence[ImageBytes | Video]) -> tuple[ImageBytes | Video, ...]:
+        """Returns images and videos, of those in files the frames. Raises ChatError."""
+        return tuple(
+            self.video_processor.decoded(each, self._of_all)
+            if self.video_text and isinstance(each, Video) and each.in_file
+            else each
+            for each in images
+        )
 
     def written(self, rendered: Rendered, images: Sequence[ImageBytes | Video]) -> Rendered:
         """Returns a conversation with the tokens of its images and videos. Raises ChatError."""
@@ -195,14 +204,17 @@ class ImageTokens(Pictures):
         if len(sizes) > 1:
             raise ChatError(f"a video of {count} frames has frames of several sizes, {sizes}: give all the same size")
         processor, ((width, height),) = self.video_processor, sizes
-        time, *size = processor.grid(count, height, width, of_all=self._name == "Qwen3VLProcessor")
+        time, *size = processor.grid(count, height, width, of_all=self._of_all)
         self._processor.video_processor = processor
-        metadata = VideoMetadata(total_num_frames=count, fps=video.fps, frames_indices=list(range(count)))
+        indices = list(video.indices or range(count))
+        indices = list(video.indices or range(count))
+        metadata = VideoMetadata(total_num_frames=video.total or count, fps=video.fps, frames_indices=indices)
+        fps = metadata.sampled_fps  # now, as writing the text adds a frame to an odd number
         made = {"video_grid_thw": np.array([[time, *size]]), "video_metadata": [metadata]}
         text: str = self._processor.replace_video_token(made, 0)
         tokens, step = text.count(self.video_text) // time, processor.temporal_patch_size
         files = [tuple(range(first + k * step, first + min((k + 1) * step, count))) for k in range(time)]
-        return text, [ImagePlace(0, tokens, (1, size[0], size[1]), each, video.fps) for each in files]
+        return text, [ImagePlace(0, tokens, (1, size[0], size[1]), each, fps) for each in files]
 
     def among(self, tokens: TokenArray) -> NDArray[np.bool_]:
         """Returns which tokens are of images or videos."""

@@ -33,10 +33,22 @@ _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.IGNORECASE)
 
 
 class Video(NamedTuple):
-    """Frames of a video, and how many are a second; 0: not known."""
+    """Frames of a video, of which so many are a second; or its file, until it is decoded.
+
+    Attributes:
+        frames: the frames, or the file.
+        fps: frames per second; of a file those to take, 0 for as many as the processor of videos takes.
+        indices, total: of a decoded file, the numbers of these frames, and of how many; empty and 0: they are all.
+    """
 
     frames: tuple[Any, ...]
     fps: float
+    indices: tuple[int, ...] = ()
+    total: int = 0
+
+    @property
+    def in_file(self) -> bool:
+        return _is_video_file(self.frames[0])
 
 
 class ImagePlace(NamedTuple):
@@ -119,7 +131,9 @@ def place_images(record: Mapping[str, Any], messages: list[Message]) -> tuple[li
 
 def _videos(value: Any) -> list[Any]:
     """Returns the videos of a record, of which one alone may be a list of frames."""
-    alone = isinstance(value, list) and not any(isinstance(each, list | Video) or _has_frames(each) for each in value)
+    alone = isinstance(value, list) and not any(
+        isinstance(each, list) or _has_frames(each) or _is_video_file(each) for each in value
+    )
     return [value] if alone else _listed(value)
 
 
@@ -134,18 +148,20 @@ def _video(value: Any, record: Mapping[str, Any]) -> Video:
     fps = record.get("fps", 0)
     if _has_frames(value):
         fps, value = value.get("fps") or fps, value.get("video") or value.get("frames")
-    if not isinstance(value, list) or not value or any(map(_is_video_file, value)):
+    files = [value] if _is_video_file(value) else value
+    if not isinstance(files, list) or not files or (len(files) > 1 and any(map(_is_video_file, files))):
         raise FormatError(
-            f"a video is {shortened(repr(value), 80)}: only lists of frames are read, so write frames as images, and give "
-            "their list and the number of frames per second (fps)"
+            f"a video is {shortened(repr(value), 80)}: give a list of frames and how many are a second (fps), or the path of a "
+            f"file ({', '.join(_VIDEO_FILES)})"
         )
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
-        raise FormatError(f"a video of {len(value)} frames has fps {fps!r}: give the number of frames per second, above 0")
-    return Video(tuple(value), float(fps))
+    video = Video(tuple(files), fps)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not (0 < fps < math.inf or (video.in_file and fps == 0)):
+        raise FormatError(f"a video of {len(files)} frames has fps {fps!r}: give the number of frames per second, above 0")
+    return video._replace(fps=float(fps))
 
 
 def _is_video_file(frame: Any) -> bool:
-    return isinstance(frame, str) and frame.lower().endswith(_VIDEO_FILES)
+    return isinstance(frame, str | Path) and str(frame).lower().endswith(_VIDEO_FILES)
 
 
 def _listed(value: Any) -> list[Any]:

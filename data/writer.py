@@ -119,7 +119,7 @@ def _encoded(
     """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered while one is tokenized."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead: tuple[list[Document], Future[tuple[list[EncodedDocument], int]]] | None = None
-        for batch in batches:
+        for batch in map(encoder.decoded, batches):
             submitted = batch, thread.submit(encoder.encode, batch, encoder.render(batch))
             if ahead is not None:
                 yield ahead[0], *ahead[1].result()

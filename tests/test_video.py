@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from longctx.data.image_processor import Frames, pictures_of
 from longctx.data.image_sources import ImagePlace
+from longctx.data.prepare import prepare
 from longctx.data.store import Store
+from longctx.data.video_processor import VideoProcessor
 from longctx.errors import UserError
 from longctx.model.vision import image_positions
 from tests import video_cases
@@ -100,7 +103,6 @@ def test_tokens_and_pixels_are_those_of_the_processor(checkpoints: dict[str, Pat
     """Also of frames that are resized, exactly; the processor needs torchvision."""
     pytest.importorskip("torchvision")
     import transformers
-    from PIL import Image
     from transformers import AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
 
     given = record(SHORT, LONG)
@@ -184,8 +186,10 @@ def test_a_run_has_the_losses_of_single_documents(
 
 FRAME = data_url(CAT)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen2_vl", {"video": "a.mp4"}, "a video is 'a.mp4': only lists of frames are read"),
-    ("qwen2_vl", {"video": ["a.mp4"], "fps": 1}, "only lists of frames are read"),
+    ("qwen2_vl", {"video": "a.gif"}, "a video is 'a.gif': give a list of frames"),
+    ("qwen2_vl", {"video": [FRAME, "a.mp4"], "fps": 1}, "give a list of frames"),
+    ("qwen2_vl", {"video": "a.mp4", "fps": -1}, "has fps -1: give the number of frames per second, above 0"),
+    ("qwen2_vl", {"video": "a.mp4"}, r"image a\.mp4 is not in"),
     ("qwen2_vl", {"video": [FRAME]}, "a video of 1 frames has fps 0: give the number of frames per second"),
     ("qwen2_vl", {"video": [FRAME, "b.png"], "fps": 1}, r"image b\.png is not in"),
     ("qwen2_vl", {"video": [FRAME, data_url(picture(1, 24, 24))], "fps": 1}, "frames of several sizes"),
@@ -215,3 +219,72 @@ def test_settings_of_a_processor_that_are_not_supported_are_refused(checkpoints:
         file.write_text(json.dumps({**settings, **change}))
         with pytest.raises(UserError, match=re.escape(says)):
             make_store(tmp_path, tmp_path / "model", record(SHORT))
+
+
+def video_file(file: Path, count: int) -> Path:
+    """Writes a video of random frames at 10 frames per second."""
+    av = pytest.importorskip("av")
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for frame in frames(count, 48, 32):
+            shown = av.VideoFrame.from_image(Image.open(io.BytesIO(frame)))
+            container.mux(stream.encode(shown))
+        container.mux(stream.encode(None))
+    return file
+
+
+@pytest.mark.parametrize(("fps", "indices"), [(2, [0, 5, 10, 15, 20, 25]), (None, None)])
+@pytest.mark.parametrize("family", video_cases.FAMILIES)
+def test_files_are_read_as_by_the_processor(
+    checkpoints: dict[str, Path], tmp_path: Path, family: str, fps: int | None, indices: list[int] | None
+) -> None:
+    """Without `fps`, Qwen3-VL takes two frames a second and the others all; those of a file are stored as they are encoded."""
+    from transformers.video_utils import read_video_pyav
+
+    source = tmp_path / "source"
+    source.mkdir()
+    file = video_file(source / "a.mp4", 30)
+    given = {"messages": chat([{"type": "video", "video": "a.mp4", **({"fps": fps} if fps else {})}])}
+    store = make_store(tmp_path, checkpoints[family], given)
+    places = [ImagePlace.of(numbers, k) for k, numbers in enumerate(store.image_places(0))]
+    of_all = family == "qwen3_vl"
+    taken = [round(k * 29 / 5) for k in range(6)] if of_all else indices or list(range(30))
+    assert store.manifest is not None and store.manifest.images == len(taken) and len(places) == len(taken) // 2
+    assert places[0].fps == pytest.approx(10 * len(taken) / 30)
+    text = store.tokenizer.decode(store.tokens(0, 0, int(store.lengths[0]))[0])
+    assert not of_all or f"<{(taken[2] + taken[3]) / 20:.1f} seconds><|vision_start|><|video_pad|>" in text
+    whole, _ = read_video_pyav(str(file), lambda metadata: list(range(30)))
+    processor = VideoProcessor(store.image_folder)
+    found = pictures_of(store.image_folder).pixels([Frames([store.image(0, k) for k in p.files], p.grid) for p in places])
+    own = [processor.pixels([whole[k] for k in taken[2 * n : 2 * n + 2]], place.grid) for n, place in enumerate(places)]
+    assert torch.equal(found["pixel_values"], torch.cat(own))
+    file.write_bytes(b"no video")
+    with pytest.raises(UserError, match=r"chats\.jsonl:1: .*a\.mp4 cannot be read as a video"):
+        prepare(str(source), tmp_path / "other", tokenizer=str(checkpoints[family]))
+
+
+def test_a_file_without_its_reader_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.mp4").write_bytes(b"video")
+    monkeypatch.setattr("longctx.data.video_processor.importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"chats\.jsonl:1: to read .*a\.mp4 needs PyAV, which is not installed"):
+        make_store(tmp_path, checkpoints["qwen2_vl"], {"messages": chat("<video>?"), "videos": ["a.mp4"]})
+
+
+def test_frames_of_a_file_are_those_that_the_processor_samples(checkpoints: dict[str, Path]) -> None:
+    """For Qwen2-VL, whose processor needs torchvision; that of Qwen3-VL chooses them itself."""
+    pytest.importorskip("torchvision")
+    from transformers import AutoVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    own, ours = AutoVideoProcessor.from_pretrained(checkpoints["qwen2_vl"]), VideoProcessor(checkpoints["qwen2_vl"])
+    for total in range(4, 90):
+        for fps in (0.7, 1, 2, 3.3, 24):
+            metadata = VideoMetadata(total_num_frames=total, fps=23.976)
+            expected = [
+                frame for frame in own.sample_frames(metadata, fps=fps).tolist() if frame < total
+            ]  # rounding may add one
+            assert ours._sampled(metadata, fps, False).tolist() == expected, (total, fps)
