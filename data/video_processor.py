@@ -97,7 +97,9 @@ class VideoProcessor:
         size = self.grid(count, height, width, of_all)
         frames = torch.from_numpy(found).permute(0, 3, 1, 2)
         smaller = self._resized(frames, size)
-        if self.grid(count, *smaller.shape[-2:], of_all) == size:  # as almost always: then they are not resized again
+        if (
+            self.grid(count, smaller.shape[-2], smaller.shape[-1], of_all) == size
+        ):  # as almost always: then they are not resized again
             frames = smaller
         pngs = []
         for frame in frames.permute(0, 2, 3, 1).numpy():

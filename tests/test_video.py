@@ -135,7 +135,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(checkpoints: dict[str, Pat
     options = {"second_per_grid_ts": expected["second_per_grid_ts"]} if family == "qwen2_5_vl" else {}
     kinds, grids = expected["mm_token_type_ids"], (expected["image_grid_thw"], expected["video_grid_thw"])
     positions, _ = model.base_model.get_rope_index(expected["input_ids"], kinds, *grids, **options)
-    ours = image_positions(model, length, [place[:3] for place in places], [place.fps for place in places])
+    ours = image_positions(model, length, places)
     assert ours is not None and torch.equal(ours[:, : length - 1], positions[:, 0, : length - 1])
 
 

@@ -104,9 +104,11 @@ def tower_spec(hf: Any) -> TowerSpec:
     )
 
 
-def encode_images(hf: Any, images: Images, tokens: torch.Tensor) -> tuple[dict[str, Any] | None, torch.Tensor]:
-    """Encodes this rank's images and frames. Returns what transformers' forward takes for those of this rank's `tokens`, None
-    if there are none, and a zero to be added to the result, so that backward sends gradients on every rank. Collective.
+def encode_images(hf: Any, images: Images, tokens: torch.Tensor | None = None) -> tuple[dict[str, Any] | None, torch.Tensor]:
+    """Encodes this rank's images and frames. Returns what transformers' forward takes for the image tokens of this rank, None
+    if it has none, and a zero to be added to the result, so that backward sends gradients on every rank. Collective.
+
+    `tokens` are those of the rank; None: no image is of a video.
     """
     out = hf.base_model.get_image_features(**images.pixels, return_dict=True)
     deep = [_joined(features) for features in getattr(out, "deepstack_features", None) or ()]
@@ -115,7 +117,8 @@ def encode_images(hf: Any, images: Images, tokens: torch.Tensor) -> tuple[dict[s
     if not len(features):
         return None, anchor
     of_video = torch.zeros(len(features), dtype=torch.bool, device=features.device)
-    if (video := getattr(hf.config, "video_token_id", None)) is not None:
+    video = getattr(hf.config, "video_token_id", None)
+    if tokens is not None and video is not None:
         of_video = tokens[(tokens == hf.config.image_token_id) | (tokens == video)] == video
     found = {}
     for kind, of_kind in (("image", ~of_video), ("video", of_video)):
@@ -131,13 +134,11 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
-def image_positions(
-    hf: Any, length: int, places: Sequence[tuple[int, int, Sequence[int]]], fps: Sequence[float] = ()
-) -> torch.Tensor | None:
-    """Returns the positions [axes, length] of a document in which image k has `places[k]`: first token, tokens and grid.
+def image_positions(hf: Any, length: int, places: Sequence[tuple[Any, ...]]) -> torch.Tensor | None:
+    """Returns the positions [axes, length] of a document in which image k has `places[k]`: first token, tokens and grid; of
+    frames of a video also their files, and frames per second.
 
-    `fps` are frames per second of those that are frames of a video, 0 for images; empty: there is no video. They are those that
-    the model's own code computes; None if a token's position is its place in the document.
+    They are those that the model's own code computes; None if a token's position is its place in the document.
     """
     model = hf.base_model
     if not hasattr(model, "get_rope_index"):
@@ -146,7 +147,8 @@ def image_positions(
     images: list[Sequence[int]] = []
     videos: list[list[int]] = []
     seconds, end = [], -1
-    for (start, tokens, grid), rate in zip(places, fps or [0.0] * len(places), strict=True):
+    for start, tokens, grid, *more in places:
+        rate = more[1] if more else 0.0
         kinds[0, start : start + tokens] = 2 if rate else 1
         if not rate:
             images.append(grid)

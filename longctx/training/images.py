@@ -62,8 +62,7 @@ def _positions(micro_batch: MicroBatch, share: ImageShare, model: TransformersMo
     for shard in micro_batch.layout.shards:
         if shard.document not in share.places:
             continue
-        places = share.places[shard.document]
-        whole = image_positions(model.hf, shard.length, [place[:3] for place in places], [place.fps for place in places])
+        whole = image_positions(model.hf, shard.length, share.places[shard.document])
         if whole is None:
             return None
         found = micro_batch.positions.expand(len(whole), -1).clone() if found is None else found
