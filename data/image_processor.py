@@ -132,9 +132,8 @@ class ImageTokens(Pictures):
         """The token of which an image has several, and its text."""
         self._name, self.video_text, self.video_token, self._of_all = name, "", -1, name == "Qwen3VLProcessor"
         if name in WITH_VIDEOS:
-            for part, default in (("video", "pad"), ("vision_start", ""), ("vision_end", "")):
-                default = f"<|{part}_{default}".rstrip("_") + "|>"
-                setattr(self._processor, f"{part}_token", getattr(tokenizer, f"{part}_token", None) or default)
+            for part, default in (("video", "video_pad"), ("vision_start",) * 2, ("vision_end",) * 2):
+                setattr(self._processor, f"{part}_token", getattr(tokenizer, f"{part}_token", None) or f"<|{default}|>")
             self.video_text = self._processor.video_token
             self.video_token = tokenizer.convert_tokens_to_ids(self.video_text)
         self._places = re.compile("|".join(map(re.escape, filter(None, (self.placeholder, self.video_text)))))

@@ -70,12 +70,8 @@ class ImagePlace(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers to store: start, tokens and grid; with a video in the document also the bits of `fps`, and the files."""
-        return (
-            self.start,
-            self.tokens,
-            *self.grid,
-            *((*struct.unpack("q", struct.pack("d", self.fps)), *self.files) if self.files else ()),
-        )
+        of_video = (*struct.unpack("q", struct.pack("d", self.fps)), *self.files) if self.files else ()
+        return (self.start, self.tokens, *self.grid, *of_video)
 
     @classmethod
     def of(cls, numbers: Sequence[int], image: int) -> "ImagePlace":

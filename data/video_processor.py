@@ -52,11 +52,8 @@ class VideoProcessor:
         if wrong:
             raise ChatError(f"the processor of videos in {folder} has {wrong}, which is not supported: use its defaults")
         self.patch_size, self.temporal_patch_size, self.merge_size = (int(settings[name]) for name in _NEEDED[:3])
-        self.mean, self.std, self.factor = (
-            settings["image_mean"],
-            settings["image_std"],
-            settings.get("rescale_factor", 1 / 255),
-        )
+        self.mean, self.std = settings["image_mean"], settings["image_std"]
+        self.factor = settings.get("rescale_factor", 1 / 255)
 
     def grid(self, frames: int, height: int, width: int, of_all: bool) -> Grid:
         """Returns time, height and width in patches.
@@ -91,15 +88,15 @@ class VideoProcessor:
             raise ChatError(f"to read {file} needs PyAV, which is not installed: pip install av, or give the frames as images")
         try:
             found, metadata = read_video_pyav(str(file), every)
+            if len(found) != len(metadata.frames_indices):
+                raise ValueError(f"it has fewer than the {metadata.total_num_frames} frames that it tells")
         except Exception as error:  # PyAV raises many kinds for damaged files
             raise ChatError(f"{file} cannot be read as a video: {brief(error)}; give its frames as images") from error
         count, height, width, _ = found.shape
         size = self.grid(count, height, width, of_all)
         frames = torch.from_numpy(found).permute(0, 3, 1, 2)
         smaller = self._resized(frames, size)
-        if (
-            self.grid(count, smaller.shape[-2], smaller.shape[-1], of_all) == size
-        ):  # as almost always: then they are not resized again
+        if self.grid(count, smaller.shape[-2], smaller.shape[-1], of_all) == size:  # then they are not resized again
             frames = smaller
         pngs = []
         for frame in frames.permute(0, 2, 3, 1).numpy():
