@@ -221,7 +221,7 @@ def page(predictions: Sequence[Prediction]) -> str:
     rows = [
         [
             f"[{each.recipe.title}](#{anchor(each.recipe.title)})",
-            f"{format_bytes(each.memory.total)} of {format_bytes(each.available)}",
+            f"{each.memory.total / 2**30:.1f} of {each.available / 2**30:.1f} GiB",
             f"{each.plan.makespan_s:,.1f} s",
             f"{sum(each.plan.lengths):,}",
             f"{each.hours_per_billion_tokens:,.0f}",
