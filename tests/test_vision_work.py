@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,8 +18,9 @@ from longctx.data.loader import plan_step
 from longctx.data.sampler import Piece
 from longctx.model.vision import VISION_FAMILIES, tower_spec
 from longctx.planning.cost.rounds import plan_score
-from longctx.planning.cost.tower import TowerSpec, TowerSpeed
+from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.image_work import ImageWork, spread_images
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
 from longctx.training.data import make_planner
@@ -96,6 +98,17 @@ def test_a_document_full_of_images_is_balanced_by_its_work() -> None:
         ranks = operations(plan, images)
         imbalance.append(sum(map(max, ranks)) * plan.ranks / sum(map(sum, ranks)))
     assert imbalance[1] < 1.15 < 1.5 < imbalance[0]
+
+
+def test_times_of_a_ring_are_those_of_the_ranks_that_encode() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        works = [ImageWork(draw.choice([64, 100, 100, 300]), 0, draw.randint(1, 99)) for _ in range(draw.randint(1, 9))]
+        degree, encoding = draw.randint(1, 12), EncodingTimes({3: works})
+        times = Counter[int]()
+        for work, rank in zip(works, spread_images([w.patches for w in works], [range(degree)] * len(works)), strict=True):
+            times[rank] += work.time_ns
+        assert encoding.ring_ns(np.arange(6), np.int64(degree)).tolist() == [0, 0, 0, max(times.values()), 0, 0]
 
 
 @pytest.mark.parametrize("mode", ["auto", "static", "bins"])

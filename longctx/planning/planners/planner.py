@@ -17,7 +17,7 @@ from longctx.planning.assignment import least_degrees
 from longctx.planning.check import check_lengths, check_plan, check_settings, check_sources, check_trees
 from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
-from longctx.planning.cost.tower import TowerSpeed
+from longctx.planning.cost.tower import EncodingTimes, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import Grid
 from longctx.planning.layout import Placement
@@ -89,7 +89,7 @@ def make_plan(
         trees=trees,
         sources=tuple(sources),
         encoder_attention=encoder_attention,
-        images=works,
+        encoding=EncodingTimes(works),
     )
     best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     placements, timed = _in_order(best, pipeline)

@@ -10,9 +10,8 @@ import numpy as np
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.model import Floats, StepTimes, alone_ns, attention_pairs, score
 from longctx.planning.cost.rounds import choose_rounds
-from longctx.planning.cost.tower import EncodingTimes
+from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.image_work import ImageWorks
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.tree import Trees
 
@@ -41,16 +40,12 @@ class Step:
     trees: Trees = field(default_factory=dict)
     sources: tuple[int, ...] = ()
     encoder_attention: float = 1.0
-    images: ImageWorks = field(default_factory=dict)
+    encoding: EncodingTimes = NO_ENCODING
 
     @cached_property
     def pairs(self) -> Floats:
         """Attention area of each document."""
         return attention_pairs(self.lengths, self.trees, self.sources, self.encoder_attention)
-
-    @cached_property
-    def encoding(self) -> EncodingTimes:
-        return EncodingTimes(self.images)
 
     @property
     def whole(self) -> tuple[Floats, int]:
