@@ -23,7 +23,7 @@ from pathlib import Path
 from longctx.data.chat import ChatError
 from longctx.data.formats import BAD_ANSWERS, PAIRS, Document, columns_of, parse_record
 from longctx.data.hub import HubDataset, may_be_name
-from longctx.data.image_sources import located
+from longctx.data.image_sources import located_all
 from longctx.data.messages import FormatError
 from longctx.data.readers import (
     BYTE_ORDER_MARK,
@@ -211,7 +211,7 @@ class Corpus:
             if not any(document.images for document in documents):
                 return documents
             folders = [] if self.hub is not None else [self.root / Path(record.name).parent, self.root]
-            return [replace(each, images=tuple(located(image, folders) for image in each.images)) for each in documents]
+            return [replace(each, images=tuple(located_all(each.images, folders))) for each in documents]
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
 

@@ -1,7 +1,7 @@
 """Encode: documents → tokens and masks of targets. All texts of a batch are tokenized in one call, by several threads."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -82,6 +82,18 @@ class Encoder:
     def __post_init__(self) -> None:
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
+
+    def decoded(self, documents: list[Document]) -> list[Document]:
+        """Returns documents with the frames of videos that are in files. Raises ChatError."""
+        if self.images is None:
+            return documents
+        found = []
+        for document in documents:
+            try:
+                found.append(replace(document, images=self.images.decoded(document.images)))
+            except (ChatError, ImageError) as error:
+                raise ChatError(f"{document.name}: {error}") from error
+        return found
 
     def render(self, documents: Sequence[Document]) -> list[Rendered]:
         """Renders the conversations of a batch with the checkpoint's template; returns [] without a template.
@@ -208,7 +220,7 @@ class Encoder:
         places: Sequence[ImagePlace] = ()
         if self.images is not None and rendered.images:
             places = self.images.places(tokens, rendered.images)
-            trained = trained if rendered.spans is not None else tokens != self.images.token
+            trained = trained if rendered.spans is not None else ~self.images.among(tokens)
         return EncodedDocument(
             document,
             tokens,

@@ -28,7 +28,7 @@ from itertools import takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.image_sources import IMAGE_KEYS, place_images
+from longctx.data.image_sources import MEDIA_KEYS, frames_of, place_images
 from longctx.data.messages import FormatError, json_in, leaves, parse_messages, sharegpt
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.weights import TokenWeights, is_weight
@@ -56,7 +56,7 @@ REJECTED = ("rejected", "rejected_response", "rejected_messages")
 """Keys of a rejected answer beside a conversation; the last one is a whole conversation."""
 _EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
 UNSUPPORTED = {
-    **dict.fromkeys(("video", "videos", "audio", "audios"), "only text and images are supported: remove the record"),
+    **dict.fromkeys(("audio", "audios"), "only text, images and videos are supported: remove the record"),
     **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
     "documents": "write the documents into a message",
     "chat_template_kwargs": "use --template-set, which applies to all conversations",
@@ -92,7 +92,7 @@ class Document:
         read_anew: whether earlier versions of longctx may have read the record differently.
         is_bad: whether its record marks it as a bad answer.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
-        images: images of a conversation, in whose messages `IMAGE` stands for each; see `image_sources`.
+        images: images and videos of a conversation, in whose messages `IMAGE` or `VIDEO` stands for each; see `image_sources`.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Document:
     @property
     def size(self) -> int:
         """Number of characters and bytes of images, or of token ids."""
-        images = sum(len(image) if isinstance(image, bytes) else image.stat().st_size for image in self.images)
+        images = sum(len(image) if isinstance(image, bytes) else image.stat().st_size for image in frames_of(self.images))
         return sum(map(len, self.texts)) + images if self.ids is None else len(self.ids)
 
     @property
@@ -147,7 +147,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *IMAGE_KEYS}
+    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *MEDIA_KEYS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -251,7 +251,7 @@ def _conversations(
                 f"message {index} of the {side} answer has `weight` {own}: the probabilities of whole answers are compared, so "
                 "messages of pairs weigh 0 or 1; give the record a `weight` instead"
             )
-    return documents, {*used, *BESIDE, *IMAGE_KEYS}
+    return documents, {*used, *BESIDE, *MEDIA_KEYS}
 
 
 def _is_good(record: dict[str, Any], key: str, bad_answers: str) -> bool | None:

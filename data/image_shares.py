@@ -4,7 +4,6 @@ Images are encoded by the ranks of their document's ring, evenly by patches. All
 the places of the images, so that every rank knows what it sends and receives.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from longctx.data.image_sources import ImagePlace
+from longctx.planning.image_work import spread_images
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan
 
@@ -80,12 +80,8 @@ def share_images(plan: Plan, layout: Layout, places: Places, read: Callable[[Seq
 def encoding_ranks(placements: Mapping[int, Placement], places: Places) -> dict[Image, int]:
     """Returns the rank that encodes each image: large ones first, each on the rank of the ring with the fewest patches."""
     images = [(document, number) for document in sorted(placements) for number in range(len(places[document]))]
-    patches = {image: places[image[0]][image[1]].patches for image in images}
-    load, found = Counter[int](), dict.fromkeys(images, 0)
-    for image in sorted(images, key=lambda image: -patches[image]):
-        found[image] = rank = min(placements[image[0]].ring, key=lambda rank: (load[rank], rank))
-        load[rank] += patches[image]
-    return found
+    patches = [places[document][number].patches for document, number in images]
+    return dict(zip(images, spread_images(patches, [placements[document].ring for document, _ in images]), strict=True))
 
 
 def _holders(placement: Placement, length: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longctx.data.image_processor import ImageError, pictures_of
+from longctx.data.image_processor import Frames, ImageError, pictures_of
 from longctx.data.image_shares import Image, Pixels, share_images
 from longctx.data.image_sources import ImagePlace
 from longctx.data.packing import MicroBatch
@@ -18,7 +18,7 @@ def with_images(store: Store, pieces: Sequence[Piece], plan: Plan, micro_batches
     Raises ImageError if a document with images is cut.
     """
     places = {
-        number: [ImagePlace(start, tokens, (time, height, width)) for start, tokens, time, height, width in found]
+        number: [ImagePlace.of(numbers, image) for image, numbers in enumerate(found)]
         for number, piece in enumerate(pieces)
         if (found := store.image_places(piece.document))
     }
@@ -30,9 +30,14 @@ def with_images(store: Store, pieces: Sequence[Piece], plan: Plan, micro_batches
     pictures = pictures_of(store.image_folder)
 
     def read(images: Sequence[Image]) -> Pixels:
-        return pictures.pixels([store.image(pieces[number].document, image) for number, image in images])
+        return pictures.pixels([_image(store, pieces[number].document, places[number][image]) for number, image in images])
 
     return [replace(each, images=share_images(plan, each.layout, places, read)) for each in micro_batches]
+
+
+def _image(store: Store, document: int, place: ImagePlace) -> bytes | Frames:
+    files = [store.image(document, file) for file in place.files]
+    return Frames(files, place.grid) if place.fps else files[0]
 
 
 def cut_error(store: Store, document: int, length: int) -> ImageError:

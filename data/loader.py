@@ -39,7 +39,7 @@ _WAYS_OUT = {
 
 
 Planner = Callable[..., Plan]
-"""Makes the plan of a step from the lengths of its documents, and from `trees` by document or `sources` if there are any."""
+"""Makes the plan of a step from the lengths of its documents, and from `trees`, `sources` or `images` if there are any."""
 
 
 class LoaderError(UserError):
@@ -255,6 +255,9 @@ def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: 
     options: dict[str, Any] = {} if merged is None else {"trees": merged.trees}
     if store.source_lengths is not None:
         options["sources"] = [int(store.source_lengths[piece.document]) for piece in pieces]
+    if store.has_images:
+        found = {number: store.image_places(piece.document) for number, piece in enumerate(pieces)}
+        options["images"] = {n: [(place[1], tuple(place[2:5])) for place in places] for n, places in found.items() if places}
     plan = planner(lengths, **options)
     if list(plan.lengths) != lengths:
         raise PlanError("the planner returned a plan for other lengths than those of the step's documents")

@@ -22,8 +22,11 @@ NUMBER = "\U0010fff0"
 """Private-use character around numbers that are texts, see `parse_json`."""
 IMAGE = "\U0010fffd"
 """Private-use character that stands for an image in a text."""
+VIDEO = "\U0010fffc"
+"""The same for a video."""
+MEDIA = re.compile(f"([{IMAGE}{VIDEO}])")
 IMAGES = "#images"
-"""Key of a message's images while a record is read; None for those that are beside the messages."""
+"""Key of a message's images and videos while a record is read; None for those that are beside the messages."""
 _NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
 
 
@@ -94,7 +97,7 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
 
 
 def _joined(index: int, parts: list[Any]) -> tuple[str, list[Any]]:
-    """Returns the text of a content, in which `IMAGE` stands for images, and its images."""
+    """Returns the text of a content, in which `IMAGE` and `VIDEO` stand for images and videos, and these."""
     text, images = "", []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -103,8 +106,12 @@ def _joined(index: int, parts: list[Any]) -> tuple[str, list[Any]]:
         elif kind in ("image", "image_url"):
             text += IMAGE
             images.append(image_of_part(part))
+        elif kind == "video":
+            text += VIDEO
+            images.append(part if part.get("video") is not None else None)
         else:
-            raise ChatError(f"message {index} has a part of type {kind!r} in its content: only text and images are supported")
+            supported = "only text, images and videos are supported"
+            raise ChatError(f"message {index} has a part of type {kind!r} in its content: {supported}")
     return text, images
 
 
@@ -118,12 +125,13 @@ def image_of_part(part: dict[str, Any]) -> Any:
 
 
 def in_parts(message: Message) -> Message:
-    """Returns the message with its content as a list of texts and images."""
+    """Returns the message with its content as a list of texts, images and videos."""
     if "content" not in message:
         return message
     parts: list[dict[str, str]] = []
-    for number, text in enumerate(message["content"].split(IMAGE)):
-        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text.strip())
+    for text in MEDIA.split(message["content"]):
+        kind = {IMAGE: "image", VIDEO: "video"}.get(text)
+        parts += [{"type": kind}] if kind else [{"type": "text", "text": text}] * bool(text.strip())
     return {**message, "content": parts or [{"type": "text", "text": ""}]}
 
 

@@ -11,6 +11,7 @@ from longctx.data.chat import TRAIN_ON, ChatError, ChatML
 from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.formats import PAIRS, READING
 from longctx.data.image_processor import PROCESSORS, ImageTokens
+from longctx.data.image_sources import frames_of
 from longctx.data.manifest import VERSION
 from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
@@ -188,7 +189,7 @@ def _images_of(
                 f"{document.name} has images, but {name} has {pretrained.processor}: images need one of "
                 f"{', '.join(PROCESSORS)}, and its chat template"
             )
-        for image in document.images:
+        for image in frames_of(document.images):
             found = found or hashlib.sha256()
             found.update(b"" if isinstance(image, bytes) else hashlib.sha256(image.read_bytes()).digest())
     if found is None:

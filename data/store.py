@@ -42,7 +42,7 @@ from longctx.errors import shell
 
 Int64Array = npt.NDArray[np.int64]
 IMAGES, PLACES = "images", "image_places"
-"""Columns of stores with images: their bytes, and for each its first token, number of tokens and grid."""
+"""Columns of stores with images: their bytes, or those of frames, and the numbers of each place; see `ImagePlace`."""
 
 
 def store_schema(tokenizer: Tokenizer, weighted: bool = False, images: bool = False, sources: bool = False) -> Any:
@@ -200,7 +200,7 @@ class Store:
         return cls(first.path, first.manifest, first.tokenizer, table, batches, sources)
 
     def image_places(self, document: int) -> list[list[int]]:
-        """Returns the first token, number of tokens and grid of each image of a document."""
+        """Returns the numbers of each place of an image, or of a pair of frames, of a document; see `ImagePlace`."""
         return (self._table.column(PLACES)[document].as_py() or []) if self.has_images else []
 
     @cached_property
@@ -210,7 +210,7 @@ class Store:
             return np.zeros(len(self), np.int64)
         places = self._table.column(PLACES).combine_chunks()
         counts = pyarrow.compute.list_value_length(places).fill_null(0).to_numpy(zero_copy_only=False)
-        tokens = places.flatten().flatten().to_numpy().reshape(-1, 5)[:, 1]
+        tokens = pyarrow.compute.list_element(places.flatten(), 1).to_numpy()
         return np.bincount(np.repeat(np.arange(len(self)), counts), tokens, len(self)).astype(np.int64)
 
     def image(self, document: int, number: int) -> bytes:

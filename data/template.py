@@ -20,10 +20,10 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message, check_role, trained_turns
-from longctx.data.image_sources import Grid
+from longctx.data.image_sources import ImagePlace
 from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
-from longctx.data.messages import IMAGE, NUMBER, DigitsError, as_written, in_parts, parse_arguments
+from longctx.data.messages import MEDIA, NUMBER, DigitsError, as_written, in_parts, parse_arguments
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
@@ -56,7 +56,7 @@ class Rendered:
     `weights`: weights of the spans; None: 1 for all.
     `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
     `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
-    `images`: number of tokens and grid of patches of each image.
+    `images`: places of images and of pairs of frames, without their starts.
     """
 
     text: str
@@ -65,7 +65,7 @@ class Rendered:
     unended: bool = False
     thoughts: int = 0
     weights: Sequence[float] | None = None
-    images: Sequence[tuple[int, Grid]] = ()
+    images: Sequence[ImagePlace] = ()
 
 
 class Template:
@@ -384,8 +384,8 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:
-        if isinstance(value, str) and IMAGE in value:
-            return IMAGE.join(wrap(text) if text.strip() else text for text in value.split(IMAGE))
+        if isinstance(value, str) and len(texts := MEDIA.split(value)) > 1:
+            return "".join(wrap(text) if text.strip() and not MEDIA.match(text) else text for text in texts)
         if isinstance(value, str) and not value.startswith(NUMBER):
             text = value.strip()
             head = len(value) - len(value.lstrip()) if text else 0

@@ -21,7 +21,7 @@ from longctx.checksums import SummedFile, damage, sealed, unsealed
 from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.encode import EncodedDocument, Encoder
 from longctx.data.formats import PAIRS, Document
-from longctx.data.image_sources import read_image
+from longctx.data.image_sources import frames_of, read_image
 from longctx.data.store import IMAGES, PLACES, store_schema
 from longctx.data.tokenizer import Tokenizer
 from longctx.data.weights import TokenWeights
@@ -119,7 +119,7 @@ def _encoded(
     """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered while one is tokenized."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead: tuple[list[Document], Future[tuple[list[EncodedDocument], int]]] | None = None
-        for batch in batches:
+        for batch in map(encoder.decoded, batches):
             submitted = batch, thread.submit(encoder.encode, batch, encoder.render(batch))
             if ahead is not None:
                 yield ahead[0], *ahead[1].result()
@@ -180,8 +180,8 @@ class _PartWriter:
         if self.part.weighted:
             columns.append(_lists([mask if _has_weights(mask) else None for mask in masks], np.float32))
         if PLACES in self._schema.names:
-            places = [[(*place[:2], *place.grid) for place in row.images] for row in rows]
-            images = [[*map(read_image, row.document.images)] for row in rows]
+            places = [[place.numbers for place in row.images] for row in rows]
+            images = [[*map(read_image, frames_of(row.document.images))] for row in rows]
             columns += [
                 pyarrow.array(values, self._schema.field(name).type) for name, values in ((IMAGES, images), (PLACES, places))
             ]

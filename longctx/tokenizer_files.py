@@ -17,6 +17,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
     "vocab.json",
     "vocab.txt",

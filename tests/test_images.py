@@ -131,10 +131,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": chat("<image><image>"), "images": [data_url(CAT)]}, "there are 1 images, but the messages have 2 places"),
     ({"messages": chat("?"), "images": [data_url(CAT)]}, "there are 1 images, but the messages have 0 places"),
     ({"messages": chat([{"type": "image"}])}, "there are 0 images, but the messages have 1 places"),
-    ({"messages": chat([{"type": "video", "video": "a.mp4"}])}, "only text and images are supported"),
+    ({"messages": chat([{"type": "audio", "audio": "a.mp3"}])}, "only text, images and videos are supported"),
     ({"messages": chat("?", "<image>"), "images": [data_url(CAT)]}, "message 1, of the assistant, has an image"),
     ({"messages": chat("<|image_pad|> <image>"), "images": [data_url(CAT)]}, r"writes 2 × <\|image_pad\|> for 1 images"),
-    ({"messages": chat("\U0010fffd")}, "which stands for images: remove it"),
+    ({"messages": chat("\U0010fffd")}, "which stand for images and videos: remove it"),
     (
         {"prompt": "<image>?", "chosen": "A", "rejected": "B", "images": [data_url(CAT)]},
         "preference pairs with images are not supported",

@@ -1,5 +1,6 @@
 """Tiny vision-language models of transformers, and documents with images in one process and over several ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,7 @@ def adapted_step(folder: Path, family: str, settings: list[str], values: dict[st
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -303,6 +305,11 @@ def save_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
     tokenizer.chat_template = QWEN_TEMPLATE  # the processor itself needs torchvision, for videos
     tokenizer.save_pretrained(folder)
     images.save_pretrained(folder)
+    if family == "qwen3_vl":
+        sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": edges}
+        colours = {"image_mean": images.image_mean, "image_std": images.image_std}
+        of_videos = {"video_processor_type": "Qwen3VLVideoProcessor", **sizes, **colours}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
     return folder
 
 

@@ -123,7 +123,7 @@ class Weights:
         self.trained_block = layer.adapter_parameters if spec.adapted else self.block - min(here)
         self.trained_root = 0 if spec.adapted else self.root - of_root
         self.trained_head = 0 if spec.adapted or spec.frozen_head or not last else embedding
-        self.trained_tower = adapters if spec.adapted else tower - of_tower
+        self.trained_tower = spec.trained_tower if first else 0
         self.trained = layers * (layer.adapter_parameters if spec.adapted else self.block) + self.trained_root - sum(here)
         self.trained += self.trained_tower
         self.updated = self.trained if spec.adapted else self.all - of_root - of_tower - sum(whole for whole, _ in frozen)

@@ -140,7 +140,7 @@ class TransformersModel(Model):
         """
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         arguments = self._arguments(tokens, positions, attention)
-        with nullcontext() if images is None else encoded(self.hf, images) as of_images:
+        with nullcontext() if images is None else encoded(self.hf, images, tokens) as of_images:
             arguments |= {} if images is None else {"mm_encoder_outputs": of_images}
             if head is None:
                 logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.tower import TowerSpec
 from longctx.tokenizer_files import read_json
 
 VISION_FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -103,23 +104,50 @@ def tower_sizes(hf: Any) -> tuple[int, int]:
     return parameters, patches * values + 2 * features
 
 
+def tower_spec(hf: Any) -> TowerSpec:
+    """Returns the sizes of the tower and of what projects its features, from which its work is counted."""
+    blocks, config, vision = tower_blocks(hf), hf.config, hf.config.vision_config
+    of_blocks, of_text = (
+        {id(weight) for module in part for weight in module.parameters()} for part in (blocks, [hf.base_model.language_model])
+    )
+    tables = {id(module.weight) for module in hf.base_model.modules() if isinstance(module, nn.Embedding)}
+    outside = [weight for weight in hf.base_model.parameters() if id(weight) not in of_blocks | of_text | tables]
+    full, used = getattr(vision, "fullatt_block_indexes", None), getattr(config, "vision_feature_layer", len(blocks))
+    states = [state % (len(blocks) + 1) for state in ([used] if isinstance(used, int) else used)]  # before and after blocks
+    merged = hasattr(vision, "spatial_merge_size")
+    return TowerSpec(
+        patch_weights=sum(weight.numel() for weight in outside if weight.dim() > 3),
+        block_weights=sum(weight.numel() for weight in blocks[0].parameters() if weight.dim() > 1),
+        token_weights=sum(weight.numel() for weight in outside if weight.dim() == 2),
+        blocks=len(blocks),
+        width=getattr(vision, "embed_dim", None) or vision.hidden_size,
+        windowed=0 if full is None else len(blocks) - len(full),
+        unused=len(blocks) - max(states),
+        merge=getattr(vision, "spatial_merge_size", 1),
+        window=0 if full is None else vision.window_size // vision.spatial_merge_size // vision.patch_size,
+        patches=None if merged else (vision.image_size // vision.patch_size) ** 2,
+        more=sum(name.endswith("class_embedding") for name, _ in tower_of(hf).named_parameters()),
+    )
+
+
 def with_tower(spec: ModelSpec, hf: Any) -> ModelSpec:
     """Returns the spec of a model of transformers with the sizes of its tower, if it has one."""
     if not is_vision(hf):
         return spec
     parameters, values = tower_sizes(hf)
-    return replace(spec, tower_parameters=parameters, tower_values=values)
+    return replace(spec, tower_parameters=parameters, tower_values=values, tower=tower_spec(hf))
 
 
 @contextmanager
-def encoded(hf: Any, images: Images) -> Iterator[dict[str, Any] | None]:
-    """Encodes this rank's images. Yields what transformers' forward takes for the image tokens of this rank; None if it has
-    none. Collective.
+def encoded(hf: Any, images: Images, tokens: torch.Tensor | None = None) -> Iterator[dict[str, Any] | None]:
+    """Encodes this rank's images and frames. Yields what transformers' forward takes for the image tokens of this rank; None if
+    it has none. Collective.
 
     Inside, a zero made of the features is added to all embeddings: so on every rank the same layers have a backward, which
-    exchanges gradients, and features have one after it, whichever weights are trained.
+    exchanges gradients, and features have one after it, whichever weights are trained. `tokens` are those of the rank; None: no
+    image is of a video.
     """
-    outputs, zero = _encode(hf, images)
+    outputs, zero = _encode(hf, images, tokens)
     hook = hf.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded + zero.to(embedded.dtype))
     try:
         yield outputs
@@ -127,16 +155,24 @@ def encoded(hf: Any, images: Images) -> Iterator[dict[str, Any] | None]:
         hook.remove()
 
 
-def _encode(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:
+def _encode(hf: Any, images: Images, tokens: torch.Tensor | None) -> tuple[dict[str, Any] | None, torch.Tensor]:
     out = hf.base_model.get_image_features(**images.pixels, return_dict=True)
     deep = [_joined(features) for features in getattr(out, "deepstack_features", None) or ()]
     features = images.share(torch.stack([_joined(out.pooler_output), *deep], dim=1))
     zero = features[:0].sum()
     if not len(features):
         return None, zero
-    first, *others = features.unbind(1)
-    pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
-    return {"image": SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])}, zero
+    of_video = torch.zeros(len(features), dtype=torch.bool, device=features.device)
+    video = getattr(hf.config, "video_token_id", None)
+    if tokens is not None and video is not None:
+        of_video = tokens[(tokens == hf.config.image_token_id) | (tokens == video)] == video
+    found = {}
+    for kind, of_kind in (("image", ~of_video), ("video", of_video)):
+        if of_kind.any():
+            first, *others = features[of_kind].unbind(1)
+            pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
+            found[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])
+    return found, zero
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -144,8 +180,9 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
-def image_positions(hf: Any, length: int, places: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor | None:
-    """Returns the positions [axes, length] of a document in which image k has `places[k]`: first token, tokens and grid.
+def image_positions(hf: Any, length: int, places: Sequence[tuple[Any, ...]]) -> torch.Tensor | None:
+    """Returns the positions [axes, length] of a document in which image k has `places[k]`: first token, tokens and grid; of
+    frames of a video also their files, and frames per second.
 
     They are those that the model's own code computes; None if a token's position is its place in the document.
     """
@@ -153,9 +190,22 @@ def image_positions(hf: Any, length: int, places: Sequence[tuple[int, int, Seque
     if not hasattr(model, "get_rope_index"):
         return None
     kinds = torch.zeros(1, length, dtype=torch.int32)
-    for start, tokens, _ in places:
-        kinds[0, start : start + tokens] = 1
-    grids = torch.tensor([grid for _, _, grid in places], dtype=torch.int64)
-    positions, _ = model.get_rope_index(torch.zeros(1, length, dtype=torch.int64), kinds, grids)
+    images: list[Sequence[int]] = []
+    videos: list[list[int]] = []
+    seconds, end = [], -1
+    for start, tokens, grid, *more in places:
+        rate = more[1] if more else 0.0
+        kinds[0, start : start + tokens] = 2 if rate else 1
+        if not rate:
+            images.append(grid)
+        elif start == end:  # goes on: of Qwen3-VL, each pair of frames is a video of its own
+            videos[-1][0] += grid[0]
+        else:
+            videos.append(list(grid))
+            seconds.append(hf.config.vision_config.temporal_patch_size / rate)
+        end = start + tokens if rate else -1
+    grids = [torch.tensor(kind, dtype=torch.int64) if kind else None for kind in (images, videos)]
+    options = {"second_per_grid_ts": torch.tensor(seconds)} if videos else {}
+    positions, _ = model.get_rope_index(torch.zeros(1, length, dtype=torch.int64), kinds, *grids, **options)
     found: torch.Tensor = positions[:, 0]
     return found

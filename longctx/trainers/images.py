@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 
 from longctx.data.image_shares import Image, Pixels, encoding_ranks
-from longctx.data.image_sources import Grid, ImagePlace
+from longctx.data.image_sources import ImagePlace
 from longctx.model.vision import IN_BOTH_DIRECTIONS, Images, encoded
 from longctx.parallel.all_to_all import exchange_rows
+from longctx.planning.image_work import Grid
 from longctx.planning.plan import Plan
 from longctx.trainers.exchange import Known
 from longctx.trainers.refusals import TrainerError

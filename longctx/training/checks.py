@@ -10,6 +10,7 @@ from longctx.config import Config
 from longctx.config.combinations import merges_prefixes
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
+from longctx.data.image_sources import ImagePlace
 from longctx.data.images import cut_error
 from longctx.data.manifest import TOKENIZER
 from longctx.data.new_tokens import added_tokens, without_added
@@ -84,8 +85,9 @@ def check_images(config: Config, store: Store, source: ModelSource, max_length: 
         )
     if merges_prefixes(config):
         raise UserError(f"{store.said} has images, whose documents are not merged: set data.merge_prefixes to false")
-    first, (start, *_) = int(documents[0]), store.image_places(int(documents[0]))[0]
-    token, expected = int(store.tokens(first, start, start + 1)[0][0]), files.config.image_token_id
+    first, place = int(documents[0]), ImagePlace.of(store.image_places(int(documents[0]))[0], 0)
+    token = int(store.tokens(first, place.start, place.start + 1)[0][0])
+    expected = files.config.video_token_id if place.fps else files.config.image_token_id
     if token != expected:
         raise UserError(
             f"images of {store.said} are tokens {token}, but {expected} in {files.folder}: prepare it with --tokenizer "

@@ -20,6 +20,9 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer, TokenizerError
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.tower import TowerSpeed
+from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
@@ -152,7 +155,7 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
 
     `profile` must be scaled to the run's model, parallel sizes and exchange, see `run_profile`.
     """
-    context = config.context
+    context, spec = config.context, config.model_source().spec
     return partial(
         make_plan,
         ranks=ranks,
@@ -163,8 +166,17 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
         bins=None if static else context.bins,
         max_remote_tokens=context.max_remote_tokens,
         pipeline=config.pipeline,
-        encoder_attention=config.model_source().spec.encoder_attention,
+        encoder_attention=spec.encoder_attention,
+        tower=tower_speed(spec, config, profile),
     )
+
+
+def tower_speed(spec: ModelSpec, config: Config, profile: HardwareProfile) -> TowerSpeed | None:
+    """Returns the encoder of images, as fast per operation as the matrices of the model; None if it has none."""
+    if spec.tower is None:
+        return None
+    operations = 6 * work_of(spec, config.dtype, recompute=config.train.recompute).computed
+    return TowerSpeed(spec.tower, spec.tower_backward, profile.linear_s_per_token / operations)
 
 
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:

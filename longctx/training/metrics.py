@@ -17,6 +17,7 @@ from longctx.config.settings import WandbSetting
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.image_work import NO_IMAGES, ImageWorks
 from longctx.planning.tree import NO_TREES, Trees
 from longctx.step_log import LOG, read_log
 from longctx.training.health import Spikes
@@ -240,15 +241,22 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 """Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data sheets."""
 
 
-def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES, sources: Sequence[int] = ()) -> int:
+def model_flops(
+    spec: ModelSpec,
+    lengths: Sequence[int],
+    trees: Trees = NO_TREES,
+    sources: Sequence[int] = (),
+    images: ImageWorks = NO_IMAGES,
+) -> int:
     """Returns the FLOPs of forward and backward over documents of these lengths.
 
-    Some may be `trees`, or all pairs, whose sources have `sources` tokens.
+    Some may be `trees`, or have `images`, or all are pairs, whose sources have `sources` tokens.
     `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding are
     not counted.
     """
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources)
+    of_images = sum(image.flops for works in images.values() for image in works)
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + of_images
 
 
 def gpu_kind(device_name: str) -> str | None:

@@ -292,7 +292,8 @@ class Trainer:
         if peak is None:
             return None
         plan = batch.plan
-        return model_flops(self.model.spec, plan.lengths, plan.trees, plan.sources) / (seconds * peak * self.mesh.world_size)
+        flops = model_flops(self.model.spec, plan.lengths, plan.trees, plan.sources, plan.images)
+        return flops / (seconds * peak * self.mesh.world_size)
 
     def _gather(
         self, batch: StepBatch, losses: torch.Tensor, squares: float, measured: Mapping[str, float]

@@ -45,12 +45,16 @@ def plan_cost(
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
     pairs: Floats | None = None,
+    encoding_ns: int = 0,
 ) -> PlanCost:
-    """Returns the modelled cost of a scored assignment together with the lower bound; `pairs` as in `cost.model`."""
+    """Returns the modelled cost of a scored assignment together with the lower bound; `pairs` as in `cost.model`.
+
+    `encoding_ns`, here and below: nanoseconds of all images.
+    """
     ranks = timed.time.shape[1]
     return PlanCost(
         makespan_s=timed.makespan_ns / NANOSECONDS,
-        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline, pairs) / NANOSECONDS,
+        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline, pairs, encoding_ns) / NANOSECONDS,
         exposed_share=timed.exposed_share,
         idle_share=timed.idle_share,
         bubble_share=timed.bubble_ns / max(1, timed.makespan_ns),
@@ -64,6 +68,7 @@ def step_bound_ns(
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
     pairs: Floats | None = None,
+    encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly spread, on a free network.
 
@@ -71,7 +76,7 @@ def step_bound_ns(
     pipeline with K micro-batches the longest takes at least 1/K of all work, and K is at most the number of documents.
     """
     least = -(-lengths // tokens_per_rank)
-    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank, pairs)
+    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank, pairs, encoding_ns)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     return bound + bubble_bound_ns(profile, pipeline, bound, launches, len(lengths))
 
@@ -99,12 +104,13 @@ def even_work_bound_ns(
     ranks: int,
     tokens_per_rank: int,
     pairs: Floats | None = None,
+    encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
     attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, pairs)).astype(np.int64)
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
-    return fixed + (int(attention.sum()) + int(linear.sum())) // ranks
+    return fixed + (int(attention.sum()) + int(linear.sum()) + encoding_ns) // ranks
 
 
 def tight_step_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
@@ -174,9 +180,9 @@ def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int
 def tight_bound_s(plan: Plan) -> float:
     """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline.
 
-    With trees or sources it is the lower bound, which alone knows their areas.
+    With trees, sources or images it is the lower bound, which alone knows their work.
     """
-    if plan.trees or plan.sources:
+    if plan.trees or plan.sources or plan.images:
         return plan.lower_bound_s
     lengths = np.array(plan.lengths, dtype=np.int64)
     tight = tight_step_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS

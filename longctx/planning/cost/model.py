@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
+from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.tree import Trees
@@ -127,11 +128,13 @@ def alone_ns(
     *,
     round_price: float = 0.0,
     pairs: Floats | None = None,
+    encoding: Integers | None = None,
 ) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
 
     The ring starts at rank `offset` of a node, by default where its worst rank has the most peers in its own node. A rank with
-    several documents takes at most the sum of their times. `round_price`: see `exposed_ns`.
+    several documents takes at most the sum of their times. `round_price`: see `exposed_ns`; `encoding`: nanoseconds of the
+    images on the rank that has most of them.
     """
     attention = attention_ns(profile, lengths, degrees, pairs)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
@@ -141,7 +144,7 @@ def alone_ns(
     exchange = nanoseconds(profile.latency_s) + np.maximum(inside, across)
     linear = linear_ns(profile, largest_shards(lengths, degrees))
     exposed = np.where(degrees > 1, exposed_ns(profile, attention, linear, exchange, round_price=round_price), 0)
-    result: Integers = linear + attention + exposed
+    result: Integers = linear + attention + exposed + (0 if encoding is None else encoding)
     return result
 
 
@@ -202,6 +205,7 @@ class StepTimes:
         time: time of every rank in every micro-batch: linear, attention and exposed exchange.
         exposed: part of `time` that the exchange costs: waits for K and V, and the price of its rounds.
         attention: attention of every document on each of its ranks [documents].
+        encoding: part of `time` that encodes images; every rank of a ring counts as the one with most.
         launch_ns, step_ns: fixed cost per micro-batch and per step.
         pipeline: the pipeline that runs the micro-batches.
     """
@@ -209,6 +213,7 @@ class StepTimes:
     time: Integers
     exposed: Integers
     attention: Integers
+    encoding: Integers
     launch_ns: int
     step_ns: int
     pipeline: Pipeline = NO_PIPELINE
@@ -251,6 +256,7 @@ def score(
     *,
     round_price: float = 0.0,
     pairs: Floats | None = None,
+    encoding: EncodingTimes = NO_ENCODING,
 ) -> StepTimes:
     """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see `exposed_ns`."""
     a = assignment
@@ -261,8 +267,11 @@ def score(
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     exchange = exchange_ns(profile, lengths, a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
+    of_images = encoding.ring_ns(np.arange(len(lengths)), a.degree)
+    images = spread(of_images, a.micro_batch, a.first_rank, stop, shape)
     launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
-    return StepTimes(linear + attention + exposed, exposed, of_documents, launch_ns, step_ns, pipeline)
+    time = linear + attention + images + exposed
+    return StepTimes(time, exposed, of_documents, images, launch_ns, step_ns, pipeline)
 
 
 def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:

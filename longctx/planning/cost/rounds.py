@@ -15,6 +15,7 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
 from longctx.planning.cost.model import Floats, StepTimes, attention_pairs, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
@@ -61,7 +62,8 @@ def choose_rounds(
 def plan_score(plan: Plan) -> StepTimes:
     """Returns the predicted times of a plan."""
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
-    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline, pairs=attention_pairs(lengths, plan.trees))
+    pairs, encoding = attention_pairs(lengths, plan.trees), EncodingTimes(plan.images)
+    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline, pairs=pairs, encoding=encoding)
     exchange = _ExchangeTimes(plan.profile, lengths, a, timed)
     rounds = np.ones_like(lengths)
     for p in (p for placements in plan.micro_batches for p in placements):
@@ -94,7 +96,7 @@ class _ExchangeTimes:
         self.parts, self.mate_ns = ring_parts(profile, a, rings), mate_ns(profile, lengths[rings], self.degree)
         attention, hides = timed.attention, profile.overlap
         self.attention = hides * spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape)
-        self.queries: Floats = profile.query_share * (hides * self.busy - self.attention)
+        self.queries: Floats = profile.query_share * (hides * (self.busy - timed.encoding) - self.attention)
         self.ring_work = attention[rings] * (self.degree - 1) // self.degree
         self.remote = hides * self._on_ring(self.ring_work)
         self.node: Floats = np.zeros(self.shape)

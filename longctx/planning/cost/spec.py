@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from longctx.planning.cost.tower import TowerSpec
 from longctx.planning.tree import NO_TREES, Trees
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
@@ -142,7 +143,8 @@ class ModelSpec:
         encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
             targets run through the others. 0: there is no encoder.
         tower_parameters: parameters of an encoder of images, with what projects its features.
-        tower_values: values that it keeps for backward for a token of an image. Its operations are not counted.
+        tower_values: values that it keeps for backward for a token of an image.
+        tower: its sizes, from which its operations are counted; None without one.
         tower_adapters: parameters of LoRA's matrices in it; all others are then frozen.
     """
 
@@ -163,6 +165,7 @@ class ModelSpec:
     encoder_layers: int = 0
     tower_parameters: int = 0
     tower_values: int = 0
+    tower: TowerSpec | None = None
     tower_adapters: int = 0
 
     @property
@@ -212,6 +215,20 @@ class ModelSpec:
             return self.trained_matrices + self.tower_adapters
         frozen = sum(layer.frozen_matrices + layer.frozen_others for layer in self.layers)
         return self.parameters - self.frozen_outside - frozen
+
+    @property
+    def trained_tower(self) -> int:
+        """Number of parameters of the encoder of images with gradients."""
+        vocabularies = self.frozen_embedding + (self.frozen_head and not self.tie_word_embeddings)
+        others = self.frozen_outside - vocabularies * self.vocabulary_parameters if vocabularies else self.frozen_outside
+        return self.tower_adapters if self.adapted else self.tower_parameters - min(self.tower_parameters, others)
+
+    @property
+    def tower_backward(self) -> float:
+        """Share of its operations that backward of the encoder of images has; adapters need the gradients of inputs alone."""
+        if self.adapted:
+            return 0.5 if self.tower_adapters else 0.0
+        return self.trained_tower / self.tower_parameters
 
     @property
     def trained_matrices(self) -> int:

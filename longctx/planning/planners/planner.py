@@ -17,7 +17,9 @@ from longctx.planning.assignment import least_degrees
 from longctx.planning.check import check_lengths, check_plan, check_settings, check_sources, check_trees
 from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
+from longctx.planning.cost.tower import EncodingTimes, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.image_work import Grid
 from longctx.planning.layout import Placement
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
@@ -45,6 +47,8 @@ def make_plan(
     trees: Trees = NO_TREES,
     sources: Sequence[int] = (),
     encoder_attention: float = 1.0,
+    images: Mapping[int, Sequence[tuple[int, Grid]]] | None = None,
+    tower: TowerSpeed | None = None,
 ) -> Plan:
     """Plans one optimizer step.
 
@@ -64,6 +68,8 @@ def make_plan(
         sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; empty: no model
             with an encoder.
         encoder_attention: operations of attention of the encoder per pair of tokens, relative to those of the decoder.
+        images: tokens and grid of each image of documents, by document.
+        tower: encoder of images, whose work is planned too; None: it takes no time.
 
     Returns:
         A checked plan with micro-batches in descending order of time; in a pipeline the longest ones are in the middle.
@@ -76,12 +82,14 @@ def make_plan(
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     check_trees(trees, lengths)
     check_sources(sources, sizes.tolist(), trees)
+    works = {n: [tower.work(*image) for image in found] for n, found in (images or {}).items()} if tower else {}
     step = Step(
         *(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens),
         pipeline=pipeline,
         trees=trees,
         sources=tuple(sources),
         encoder_attention=encoder_attention,
+        encoding=EncodingTimes(works),
     )
     best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     placements, timed = _in_order(best, pipeline)
@@ -94,9 +102,10 @@ def make_plan(
         micro_batches=placements,
         profile=profile,
         pipeline=pipeline,
-        cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline, step.pairs),
+        cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline, *step.whole),
         trees=dict(trees),
         sources=tuple(sources),
+        images=works,
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
     check_plan(plan)
@@ -112,7 +121,7 @@ def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
     """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
-        bound = even_work_bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank, step.pairs)
+        bound = even_work_bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank, *step.whole)
         if bound < best.makespan_ns:
             best = fastest(best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees)))
     return fastest(best, best_static(step, range(1, step.ranks + 1), below=best.makespan_ns))

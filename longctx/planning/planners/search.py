@@ -50,7 +50,7 @@ def finer_and_finer(step: Step, settings: SearchSettings = DEFAULT) -> Iterator[
     priced = replace(step, round_price=PRICE)
     best: Candidate | None = None
     quickest = NEVER
-    bound = step_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline, step.pairs)
+    bound = step_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline, *step.whole)
     few = len(step.lengths) <= settings.few * step.ranks
     micro_batches = step.fewest_micro_batches if step.pipeline.ranks > 1 else 1  # pipelines are planned at several budgets
     for block in settings.blocks:
@@ -77,7 +77,7 @@ def _worthwhile(step: Step, block: int, limit: float) -> bool:
     least, tokens_per_rank = least_degrees(step.lengths, blocks, step.tokens_per_rank, block), step.tokens_per_rank
     return (
         bool(least.all())
-        and even_work_bound_ns(step.profile, step.lengths, least * block, step.ranks, tokens_per_rank, step.pairs) <= limit
+        and even_work_bound_ns(step.profile, step.lengths, least * block, step.ranks, tokens_per_rank, *step.whole) <= limit
     )
 
 

@@ -30,7 +30,9 @@ def shared_rings(step: Step, even_ns: int) -> PlacedRings | None:
     widths = 1 << np.arange(step.ranks.bit_length())
     lengths, width = np.broadcast_arrays(step.lengths[:, None], widths)
     shards = largest_shards(lengths, width)
-    times = np.where(shards <= step.tokens_per_rank, alone_ns(step.profile, lengths, width, pairs=step.pairs[:, None]), 0)
+    images = step.encoding.ring_ns(np.arange(len(lengths))[:, None], width)
+    alone = alone_ns(step.profile, lengths, width, pairs=step.pairs[:, None], encoding=images)
+    times = np.where(shards <= step.tokens_per_rank, alone, 0)
     order = np.argsort(-step.lengths, kind="stable")
     choices = list(zip(times[order].tolist(), shards[order].tolist(), strict=True))
     low, high, best = even_ns, 2 * even_ns, None

@@ -74,7 +74,8 @@ def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None
     groups = ranks // degree
     packed = best_fit(weights, tokens_per_rank)
     micro_batches = -(-(int(packed.max()) + 1) // groups)
-    work = alone_ns(profile, lengths, np.full_like(lengths, degree), pairs=step.pairs)
+    images = step.encoding.ring_ns(np.arange(len(lengths)), np.full_like(lengths, degree))
+    work = alone_ns(profile, lengths, np.full_like(lengths, degree), pairs=step.pairs, encoding=images)
     candidates = [packed]
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)

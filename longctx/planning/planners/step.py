@@ -10,6 +10,7 @@ import numpy as np
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.model import Floats, StepTimes, alone_ns, attention_pairs, score
 from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.tree import Trees
@@ -39,11 +40,17 @@ class Step:
     trees: Trees = field(default_factory=dict)
     sources: tuple[int, ...] = ()
     encoder_attention: float = 1.0
+    encoding: EncodingTimes = NO_ENCODING
 
     @cached_property
     def pairs(self) -> Floats:
         """Attention area of each document."""
         return attention_pairs(self.lengths, self.trees, self.sources, self.encoder_attention)
+
+    @property
+    def whole(self) -> tuple[Floats, int]:
+        """Attention areas, and the nanoseconds of all images, from which lower bounds are computed."""
+        return self.pairs, self.encoding.whole_ns
 
     @cached_property
     def single_ns(self) -> Integers:
@@ -63,8 +70,9 @@ class Step:
     def alone_ns(self, documents: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
         """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
         offset = None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
-        lengths, pairs = self.lengths[documents], self.pairs[documents]
-        return alone_ns(self.profile, lengths, degrees * self.block, offset, round_price=self.round_price, pairs=pairs)
+        lengths, pairs, degrees = self.lengths[documents], self.pairs[documents], degrees * self.block
+        images, price = self.encoding.ring_ns(documents, degrees), self.round_price
+        return alone_ns(self.profile, lengths, degrees, offset, round_price=price, pairs=pairs, encoding=images)
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
         """Returns the tokens on the fullest rank of each ring."""
@@ -72,8 +80,8 @@ class Step:
 
     def score(self, assignment: Assignment) -> StepTimes:
         """Returns the times of an assignment to ranks by `cost.model.score`."""
-        ranks, price = self.ranks * self.block, self.round_price
-        return score(self.profile, self.lengths, assignment, ranks, self.pipeline, round_price=price, pairs=self.pairs)
+        step = self.profile, self.lengths, assignment, self.ranks * self.block, self.pipeline
+        return score(*step, round_price=self.round_price, pairs=self.pairs, encoding=self.encoding)
 
     def candidate(self, winner: str, assignment: Assignment, scored: StepTimes | None = None) -> "Candidate":
         """Returns an assignment to ranks with its exchange rounds and predicted times; `scored` is its `score` if known."""

@@ -1,0 +1,152 @@
+"""The work of encoders of images: that which torch counts, in plans and in the utilisation."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageTextToText
+
+from longctx.config import load
+from longctx.data.image_shares import encoding_ranks
+from longctx.data.image_sources import ImagePlace
+from longctx.data.loader import plan_step
+from longctx.data.sampler import Piece
+from longctx.model.vision import VISION_FAMILIES, tower_spec
+from longctx.planning.cost.rounds import plan_score
+from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.image_work import ImageWork, spread_images
+from longctx.planning.plan import Plan
+from longctx.planning.planners.planner import make_plan
+from longctx.training.data import make_planner
+from longctx.training.metrics import model_flops
+from longctx.training.run_profile import run_profile
+from tests import vision_cases
+from tests.image_cases import SETTINGS, make_store
+
+FREE = HardwareProfile.from_dict(
+    {
+        "linear_s_per_token": 1e-6,
+        "attention_s_per_token2": 1e-12,
+        "attention_efficiency": [[1, 1.0]],
+        "kv_bytes_per_token": 1,
+        "intra_node_bytes_per_s": 1e15,
+        "inter_node_bytes_per_s": 1e15,
+        "ranks_per_node": 8,
+        "latency_s": 0.0,
+        "overlap": 1.0,
+        "launch_s": 0.0,
+        "step_s": 0.0,
+    }
+)
+"""A profile on which little but the linear work takes time."""
+
+
+def summed(value: Any) -> Any:
+    return value.sum() if isinstance(value, torch.Tensor) else sum(map(summed, value or ()))
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_operations_are_those_that_torch_counts(tmp_path: Path, family: str) -> None:
+    folder = vision_cases.save_model(tmp_path, family)
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    places = vision_cases.places_of(family)
+    for trained in (True, False):
+        model.requires_grad_(trained)
+        for document, number in ((0, 0), (0, 2), (3, 0), (4, 0)):
+            with FlopCounterMode(display=False) as counter:
+                out = model.base_model.get_image_features(**vision_cases.pixels(family, [(document, number)]), return_dict=True)
+                total = summed(out.pooler_output) + summed(getattr(out, "deepstack_features", None))
+                if trained:
+                    total.backward()
+            place = places[document][number]
+            assert tower_spec(model).flops(place.tokens, place.grid, float(trained)) == counter.get_total_flops()
+
+
+TOWER = TowerSpec(patch_weights=400, block_weights=9000, token_weights=12000, blocks=2, width=32, merge=2)
+PER_TOKEN = 6 * 20000
+"""Operations of a language model per token."""
+SPEED = TowerSpeed(TOWER, 1.0, FREE.linear_s_per_token / PER_TOKEN)
+
+
+def operations(plan: Plan, images: dict[int, list[ImagePlace]]) -> list[list[int]]:
+    """Returns the operations of every rank in every micro-batch, images on the ranks that encode them."""
+    made = []
+    for number, placements in enumerate(plan.micro_batches):
+        ranks = [PER_TOKEN * plan.layout(number, rank).tokens for rank in range(plan.ranks)]
+        held = {place.document: place for place in placements if place.document in images}
+        for (document, image), rank in encoding_ranks(held, images).items():
+            place = images[document][image]
+            ranks[rank] += TOWER.flops(place.tokens, place.grid, 1.0)
+        made.append(ranks)
+    return made
+
+
+def test_a_document_full_of_images_is_balanced_by_its_work() -> None:
+    """The slowest ranks compute 1.13 times the mean instead of 1.63 times; ten images on four ranks cannot be even."""
+    lengths = [1000, *[250] * 28]
+    images = {0: [ImagePlace(start, 96, (1, 16, 24)) for start in range(0, 960, 96)]}
+    given = {document: [(place.tokens, place.grid) for place in places] for document, places in images.items()}
+    plans = [make_plan(lengths, ranks=4, tokens_per_rank=4000, profile=FREE, images=given, tower=t) for t in (None, SPEED)]
+    imbalance = []
+    for plan in plans:
+        ranks = operations(plan, images)
+        imbalance.append(sum(map(max, ranks)) * plan.ranks / sum(map(sum, ranks)))
+    assert imbalance[1] < 1.15 < 1.5 < imbalance[0]
+
+
+def test_times_of_a_ring_are_those_of_the_ranks_that_encode() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        works = [ImageWork(draw.choice([64, 100, 100, 300]), 0, draw.randint(1, 99)) for _ in range(draw.randint(1, 9))]
+        degree, encoding = draw.randint(1, 12), EncodingTimes({3: works})
+        times = Counter[int]()
+        for work, rank in zip(works, spread_images([w.patches for w in works], [range(degree)] * len(works)), strict=True):
+            times[rank] += work.time_ns
+        assert encoding.ring_ns(np.arange(6), np.int64(degree)).tolist() == [0, 0, 0, max(times.values()), 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["auto", "static", "bins"])
+def test_predicted_times_are_at_least_those_of_the_ranks_and_of_the_bound(mode: str) -> None:
+    draw = random.Random(5)
+    for _ in range(6):
+        lengths = [draw.randint(200, 3000) for _ in range(14)]
+        grids = [(1, 2 * draw.randint(1, 9), 2 * draw.randint(1, 9)) for _ in range(30)]
+        images: dict[int, list[ImagePlace]] = {}
+        for grid in grids:
+            document = draw.randrange(8)
+            before = images.setdefault(document, [])
+            start = before[-1].start + before[-1].tokens if before else 0
+            if start + 81 < lengths[document]:
+                before.append(ImagePlace(start, grid[1] * grid[2] // 4, grid))
+        given = {document: [(place.tokens, place.grid) for place in places] for document, places in images.items() if places}
+        plan = make_plan(lengths, ranks=6, tokens_per_rank=1500, profile=FREE, mode=mode, images=given, tower=SPEED)
+        assert plan_score(plan).makespan_ns / 1e9 == plan.makespan_s >= plan.lower_bound_s
+        slowest = sum(map(max, operations(plan, images)))
+        assert slowest * SPEED.s_per_flop <= plan.makespan_s * (1 + 1e-9)
+        without = make_plan(lengths, ranks=6, tokens_per_rank=1500, profile=FREE, mode=mode)
+        assert plan.lower_bound_s > without.lower_bound_s and plan.hash != without.hash
+
+
+@pytest.mark.parametrize(("settings", "share"), [([], 1.0), (["train.freeze=['\\.visual\\.']"], 0.0), (["lora.rank=4"], 0.0)])
+def test_a_run_counts_the_images_of_its_store(tmp_path: Path, settings: list[str], share: float) -> None:
+    checkpoint = vision_cases.save_checkpoint(tmp_path / "model", "qwen2_5_vl")
+    store = make_store(tmp_path, checkpoint)
+    config = load(None, [*SETTINGS, f"model.from_pretrained={checkpoint}", f"data.store={tmp_path / 'store'}", *settings])
+    spec = config.model_source().spec
+    pieces = [Piece(document, 0, int(length)) for document, length in enumerate(store.lengths)]
+    plan, _ = plan_step(store, pieces, make_planner(config, 2, run_profile(config, 2).profile), None)
+    expected = Counter[int]()
+    assert spec.tower is not None
+    for document in range(len(store)):
+        for _, tokens, *grid in store.image_places(document):
+            expected[document] += spec.tower.flops(tokens, (grid[0], grid[1], grid[2]), share)
+    found = {document: sum(image.flops for image in images) for document, images in plan.images.items()}
+    assert found == dict(expected) and len(found) > 5
+    without = model_flops(spec, plan.lengths)
+    assert model_flops(spec, plan.lengths, images=plan.images) == without + expected.total()
