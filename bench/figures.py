@@ -24,7 +24,7 @@ from plan import FEW_LONG, times
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("optimizers", "policy", "trainers", "trees")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("optimizers", "policy", "trainers", "transformers", "trees")),
     *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "others", "speedup")),
 )
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -358,6 +358,28 @@ def policy_table() -> list[str]:
     return [*wrapped(about), "", *markdown(head, table, numbers_from=1)]
 
 
+def qlora_table() -> list[str]:
+    """Held-out loss and peak memory of LoRA on bases of 16, 4 and 8 bits."""
+    rows = rows_of("qlora")
+    head = ["base", "held-out loss", "over LoRA's", "estimated peak", "measured peak", "estimated over measured"]
+    lines = []
+    for row in rows:
+        loss, (estimated, measured) = float(row["loss"]), (float(row[f"{name}_bytes"]) for name in ("estimated", "measured"))
+        line = [
+            "bfloat16" if row["base"] == "none" else row["base"],
+            f"{loss:.3f}",
+            f"{loss / float(rows[0]['loss']) - 1:+.1%}",
+        ]
+        lines.append([*line, *(f"{size / 2**30:.2f} GiB" for size in (estimated, measured)), f"{estimated / measured:.3f}"])
+    first = rows[0]
+    about = (
+        f"Measured (`python -m bench.qlora`): {first['steps']} steps of LoRA of SmolLM2-135M on two CPU processes, from a "
+        f"held-out loss of {float(first['loss_before']):.3f}; one seed, weights that had 4 bits before. {first['date']}, "
+        f"torch {first['torch']}, torchao {first['torchao']}."
+    )
+    return [*wrapped(about), "", *markdown(head, lines, numbers_from=1)]
+
+
 def sensitivity_table() -> list[str]:
     """The headline with other constants of the H100's profile."""
     head = ["constants", "because", "auto's step", "over fixed static", "over the best single degree"]
@@ -421,6 +443,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "trainers-sentence": trainers_sentence,
     "trainer-trees": trainer_trees_table,
     "linear": linear_table,
+    "qlora": qlora_table,
     "sensitivity": sensitivity_table,
     "policy": policy_table,
     "optimizers": optimizers_table,

@@ -17,7 +17,7 @@ import numpy as np
 
 from longctx.data.chat import ChatError
 from longctx.data.image_sources import Video
-from longctx.errors import brief
+from longctx.errors import brief, install
 from longctx.planning.image_work import Grid
 from longctx.tokenizer_files import read_json
 
@@ -85,7 +85,7 @@ class VideoProcessor:
 
         (file,), every = video.frames, partial(self._sampled, fps=video.fps, of_all=of_all)
         if importlib.util.find_spec("av") is None:
-            raise ChatError(f"to read {file} needs PyAV, which is not installed: pip install av, or give the frames as images")
+            raise ChatError(f"reading {file} needs PyAV: {install('video')}, or give the frames as images")
         try:
             found, metadata = read_video_pyav(str(file), every)
             if len(found) != len(metadata.frames_indices):

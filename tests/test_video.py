@@ -270,7 +270,7 @@ def test_a_file_without_its_reader_is_refused(
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.mp4").write_bytes(b"video")
     monkeypatch.setattr("longctx.data.video_processor.importlib.util.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"chats\.jsonl:1: to read .*a\.mp4 needs PyAV, which is not installed"):
+    with pytest.raises(UserError, match=r"chats\.jsonl:1: reading .*a\.mp4 needs PyAV: pip install"):
         make_store(tmp_path, checkpoints["qwen2_vl"], {"messages": chat("<video>?"), "videos": ["a.mp4"]})
 
 

@@ -94,3 +94,9 @@ def test_frozen_parts_get_no_gradient(workers: Workers, tmp_path: Path, family: 
     loss, gradients, state = vision_cases.reference(folder, family)
     expected = loss, {name: 0 * part if re.search(frozen, name) else part for name, part in gradients.items()}, state
     assert_step(workers.run(vision_cases.vision_step, 2, folder, family, [f"train.freeze=['{frozen}']"]), expected)
+
+
+def test_a_frozen_language_model_needs_images(workers: Workers, tmp_path: Path) -> None:
+    folder = vision_cases.save_model(tmp_path / "model", "gemma3")
+    with pytest.raises(AssertionError, match=r"train\.freeze leaves only the encoder of images to be trained"):
+        workers.run(vision_cases.step_without_images, 1, folder, "gemma3", [r"train.freeze=['\.language_model\.']"])

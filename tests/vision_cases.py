@@ -1,6 +1,7 @@
 """Tiny vision-language models of transformers, and documents with images in one process and over several ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,17 @@ def vision_step(folder: Path, family: str, settings: list[str]) -> Step:
     """Returns the same from the trainer, packed, split and sharded."""
     dist.barrier()
     return step(folder, settings, lambda ranks, rank: make_batch(family, ranks, rank))
+
+
+def step_without_images(folder: Path, family: str, settings: list[str]) -> Step:
+    """As `vision_step`, of documents of the same lengths without images."""
+
+    def make(ranks: int, rank: int) -> StepBatch:
+        batch = make_batch(family, ranks, rank)
+        texts = [replace(each, images=None, tokens=each.tokens.clamp(max=10)) for each in batch.micro_batches]
+        return replace(batch, micro_batches=texts)
+
+    return step(folder, settings, make)
 
 
 def adapted_step(folder: Path, family: str, settings: list[str], values: dict[str, torch.Tensor]) -> Step:
