@@ -70,7 +70,7 @@ SPLITS_HEAD = (
     "as the recipe for 1M tokens on 8 GPUs does. This searches it for your documents, and prints all settings:",
     "",
     "```bash",
-    "longctx split --gpus 64 --model llama-3.1-70b --lengths lengths.txt",
+    "longctx split --gpus 64 --model llama-3.1-70b --lengths lengths.txt --max-length 131072",
     "```",
     "",
 )
@@ -128,6 +128,7 @@ RECIPES = (
     Recipe("Chat LoRA of an 8B at 32k on two A100s of 80 GB", "chat-lora-a100-80gb", 2),
     Recipe("Chat LoRA of an 8B at 32k on two A100s of 40 GB", "chat-lora-a100-40gb", 2),
     Recipe("Chat QLoRA of an 8B at 16k on one A100 of 40 GB", "chat-qlora-a100-40gb", 1),
+    Recipe("An 8B from new weights at 128k on 64 H100s", "pretrain-8b-128k", 64),
     Recipe("Llama 3.1 70B at 128k on 64 H100s", "llama-70b-128k", 64),
     Recipe("Qwen3 30B-A3B at 64k on 16 H100s", "qwen3-30b-a3b-64k", 16),
     Recipe("GRPO of Qwen3 8B with 32k completions on 8 H100s", "grpo-8b-32k", 8),
@@ -177,14 +178,15 @@ class Prediction:
 def predict(recipe: Recipe) -> Prediction:
     """Predicts a recipe with the settings that `train.fit_memory` chooses on its GPUs. Raises UserError if they are wrong."""
     path = FOLDER / f"{recipe.file}.yaml"
-    named = yaml.safe_load(path.read_text("utf-8"))["model"]["from_pretrained"]
-    asked = load(path, [f"model.from_pretrained={stand_in(named)}"], world_size=recipe.gpus)
+    named = yaml.safe_load(path.read_text("utf-8"))["model"].get("from_pretrained")
+    model = [] if named is None else [f"model.from_pretrained={stand_in(named)}"]
+    asked = load(path, model, world_size=recipe.gpus)
     profile = asked.context.profile
     assert profile is not None
     _, described = read_described(profile)
     assert described is not None and described.memory_gb is not None
     available = int(1e9 * described.memory_gb)
-    vocabulary = MODELS[named].get("vocab_size")
+    vocabulary = (LLAMA if named is None else MODELS[named]).get("vocab_size")
     spec = asked.model_source(vocabulary).spec
     config = fitted(spec, asked, None, recipe.gpus, available, fused=True)
     longest = config.max_length(recipe.gpus)

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains on 8 nodes of 8 GPUs under SLURM:  sbatch examples/slurm.sh examples/pretrain_8b_128k.yaml [--section.key value ...]
+# Trains on 8 nodes of 8 GPUs under SLURM:  sbatch examples/slurm.sh examples/recipes/pretrain-8b-128k.yaml [--section.key value ...]
 # One torchrun per node, with rendezvous on the first node. The job is requeued before its time limit, and resumes from its last
 # checkpoint: set checkpoint.every so that little is lost.
 #SBATCH --job-name=longctx

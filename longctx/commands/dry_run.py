@@ -7,7 +7,7 @@ from longctx.config import Config
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import lines_on
-from longctx.parallel.device import choose_device
+from longctx.parallel.device import assumed, choose_device
 from longctx.training.checks import check_model, check_pairs, check_rollouts, check_vocabulary
 from longctx.training.data import RunData, mix_lines, plan_steps, steps_of_run, with_steps
 from longctx.training.run_profile import run_profile
@@ -25,15 +25,16 @@ def dry_run(config: Config, ranks: int) -> None:
     data = RunData.open(config)
     store, source, config = data.store, config.model_source(data.vocab_size), with_steps(config, data.store, ranks)
     spec, pretrained = source.spec, config.model.from_pretrained
+    unset = "refused" if store.partly_trained.any() else "split"
     check_vocabulary(config, spec)
     check_model(config, data, source, ranks)
     check_pairs(config, data)
     print(
-        f"dry run on {ranks} ranks\n"
+        f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
         f"model      {format_count(spec.parameters)} parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
         *lines_on(source, pretrained, min(config.max_length(ranks), data.longest)),
-        f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents or 'split'}), "
+        f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents or unset}), "
         f"from {config.data.said}",
         *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
     from longctx.memory.advisor import choices, heaviest
     from longctx.memory.model import estimate
-    from longctx.parallel.device import choose_device
+    from longctx.parallel.device import assumed, choose_device
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.gpus
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     source = f"the first steps of {config.data.said}" if store else "a full rank (no store)"
     parameters = f"{format_count(spec.parameters)} parameters, computed in {config.dtype}"
-    _print_memory(f"{parameters}, {ranks} ranks, {source}", memory, table, config)
+    _print_memory(f"{parameters}, {ranks} ranks{assumed(config.train.device)}, {source}", memory, table, config)
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 

@@ -12,7 +12,7 @@ from longctx.commands import prepare
 from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.reading import Values
-from longctx.config.settings import COMPARED_LORA_RATE, LORA_RATE
+from longctx.config.settings import COMPARED_LORA_RATE, COMPARED_RATE, LORA_RATE
 from longctx.errors import UserError, shell
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
 OVERRIDES = True
 
-FULL_RATE, DPO_RATE, DPO_BETA = 1e-5, 1e-6, 0.1
+FULL_RATE, DPO_BETA = 1e-5, 0.1
 """Default peak learning rates of all parameters, without and with DPO, and beta of DPO."""
 FEWEST_STEPS = 20
 """Steps are made smaller than 64 Ki tokens to reach about this number."""
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
         f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA.\n"
         f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
-        f"{DPO_RATE:g}, or {COMPARED_LORA_RATE:g} with LoRA."
+        f"{COMPARED_RATE:g}, or {COMPARED_LORA_RATE:g} with LoRA."
     )
 
 
@@ -220,7 +220,7 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     elif chosen.lora.rank is None:  # adapters have their own default
-        values["optimizer"]["learning_rate"] = DPO_RATE if store.pairs else FULL_RATE
+        values["optimizer"]["learning_rate"] = COMPARED_RATE if store.pairs else FULL_RATE
     return values
 
 

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
-from longctx.config.settings import COMPARED_LORA_RATE, LORA_RATE
+from longctx.config.settings import COMPARED_LORA_RATE, COMPARED_RATE, LORA_RATE
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
@@ -109,16 +109,18 @@ def _apply(override: str, values: Values) -> Problem | None:
 
 
 def _adapt_learning_rate(values: Values) -> None:
-    """Sets the default learning rate of adapters where there are some and no rate is set."""
+    """Sets the default learning rate of adapters, and of checkpoints under DPO or a policy loss, where no rate is set."""
 
     def is_set(section: str, key: str) -> bool:
         content = values.get(section)
         return isinstance(content, dict) and content.get(key) is not None
 
-    optimizer = values.setdefault("optimizer", {}) if is_set("lora", "rank") else None
-    if isinstance(optimizer, dict):
-        compared = is_set("dpo", "beta") or is_set("policy", "loss")
-        optimizer.setdefault("learning_rate", COMPARED_LORA_RATE if compared else LORA_RATE)
+    adapted, compared = is_set("lora", "rank"), is_set("dpo", "beta") or is_set("policy", "loss")
+    if not (adapted or (compared and is_set("model", "from_pretrained"))):
+        return
+    if isinstance(optimizer := values.setdefault("optimizer", {}), dict):
+        of_adapters = COMPARED_LORA_RATE if compared else LORA_RATE
+        optimizer.setdefault("learning_rate", of_adapters if adapted else COMPARED_RATE)
 
 
 def _validate(values: Values) -> tuple[Config, list[Problem]]:

@@ -22,7 +22,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 
-LORA_RATE, COMPARED_LORA_RATE = 2e-4, 5e-5
+LORA_RATE, COMPARED_LORA_RATE, COMPARED_RATE = 2e-4, 5e-5, 1e-6
 """Default peak learning rates of adapters; the second for DPO and policy losses."""
 
 
@@ -104,8 +104,7 @@ class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
     rank: Count | None = None
-    """rank of the adapters (null: no LoRA, all weights are trained); optimizer.learning_rate is then 2e-4 by default, 5e-5 with
-    DPO or a policy loss"""
+    """rank of the adapters (null: no LoRA, all weights are trained); changes the default of optimizer.learning_rate"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     rank_stabilized: bool = False
@@ -401,7 +400,8 @@ class OptimizerSection(Section):
     matrix it keeps means by row and column only, as torch.optim.Adafactor; a step is learning_rate (from the schedule, at most
     1 / √step) times the RMS of the parameter, so that rates are larger than AdamW's: torch's default is 0.01"""
     learning_rate: float = Field(3e-4, gt=0)
-    """peak learning rate"""
+    """peak learning rate; with lora.rank 2e-4 by default; where DPO or a policy loss trains a checkpoint 1e-6, with lora.rank
+    5e-5"""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """learning rate after the warm-up; linear, cosine: decay to the end; wsd: constant, then decay (warm-up, stable, decay);
     inverse_sqrt: peak · √(warm-up / step)"""

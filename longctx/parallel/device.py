@@ -23,6 +23,12 @@ def choose_device(setting: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def assumed(setting: str) -> str:
+    """Returns words for a run that is planned as on CPUs because this machine has no GPU; empty for others."""
+    without = setting == "auto" and not torch.cuda.is_available()
+    return " of CPUs, as no GPU is here (--train.device cuda plans for GPUs)" if without else ""
+
+
 def prepare_device(setting: str, launch: Launch) -> torch.device:
     """Returns the device of this process for `setting` (see `choose_device`), current and ready to allocate memory.
 

@@ -117,7 +117,8 @@ def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:
     if seconds * 1e9 > LONGEST_STEP_NS:
         raise PlanError(
             f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile, but the maximum is "
-            f"{LONGEST_STEP_NS / 86_400e9:.0f} days: check the profile's constants"
+            f"{LONGEST_STEP_NS / 86_400e9:.0f} days: take a profile of the devices of the run (context.profile; for GPUs also "
+            "train.device), or check its constants"
         )
 
 
