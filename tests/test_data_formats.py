@@ -112,7 +112,7 @@ def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
         ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "`value` of message 0 is not JSON"),
         ({"conversations": []}, "at least one message"),
         ({"messages": "[{"}, "`messages` is not JSON"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "message 0 has a part of type 'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "message 0 has a part of type 'audio'"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "must be a list, in a message of the assistant"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "message 0, tool call 0 must be an object such as"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}, "tool call 0 is not JSON"),
