@@ -7,16 +7,15 @@ All speedups are those of longctx's mode auto, predicted by the cost model unles
 """
 
 import argparse
-import csv
 import json
 import re
 import statistics
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures_of_pages import OF_PAGES, Row, rows_of, to, wrapped
 from harness import RESULTS, markdown, speedups
 from longctx.comparison.modelled import PlannerRow, over_fixed_without_barriers
 from plan import FEW_LONG, times
@@ -39,7 +38,6 @@ EMULATED_BESIDE_MEGATRON = {
     "wlb_128k, 4": "modelled-4x8-wlb_128k-4-megatron-dev",
     "magi_192k, 1": "modelled-4x8-magi_192k-1",
 }
-Row = dict[str, str]
 
 
 def main() -> int:
@@ -57,11 +55,6 @@ def main() -> int:
 def filled(text: str) -> str:
     """Returns a page with its figures replaced. Raises KeyError for a name that `FIGURES` lacks."""
     return BLOCK.sub(lambda block: block[1] + "\n".join(FIGURES[block[2]]()) + "\n" + block[3], text)
-
-
-def rows_of(name: str) -> list[Row]:
-    with (RESULTS / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def planned(table: str, planner: str = "auto", **values: object) -> list[Row]:
@@ -85,16 +78,6 @@ def without_barriers(auto: Row) -> float:
     speedup = over_fixed_without_barriers(rows)
     assert speedup is not None
     return speedup
-
-
-def to(values: Sequence[float], digits: int = 2) -> str:
-    """Returns the range of the values as text."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-def wrapped(text: str) -> list[str]:
-    """Returns a paragraph or an item of a list as lines."""
-    return textwrap.wrap(text, 140, subsequent_indent="  " if text.startswith("- ") else "")
 
 
 def measured(name: str) -> dict[str, dict[str, Any]]:
@@ -261,175 +244,6 @@ def emulated_table() -> list[str]:
     return markdown(head, lines, 1)
 
 
-def trainers_table() -> list[str]:
-    """CPU time of an epoch of SFTTrainer, by way to train."""
-    by_way: dict[str, list[Row]] = {}
-    for row in rows_of("trainers"):
-        by_way.setdefault(row["way"], []).append(row)
-    columns = ("slowest_cpu_s", "fastest_cpu_s", "slowest_of_steps_cpu_s")
-    medians = {way: [statistics.median(float(row[name]) for row in rows) for name in columns] for way, rows in by_way.items()}
-    ours = medians["longctx"]
-    lines = [
-        [way, *(f"{value:.1f}" for value in values), f"{ours[0] / values[0]:.2f}", f"{ours[2] / values[2]:.2f}"]
-        for way, values in medians.items()
-    ]
-    head = ["CPU seconds of an epoch", "slowest rank", "fastest rank", "slowest rank of each step"]
-    return markdown([*head, "longctx to it, slowest rank", "of each step"], lines, 1)
-
-
-def trainer_trees_table() -> list[str]:
-    """CPU time of steps of trainers of sequences, by way to train."""
-    seconds: dict[tuple[str, str], list[float]] = {}
-    left: dict[str, str] = {}
-    for row in rows_of("trainer-trees"):
-        seconds.setdefault((row["trainer"], row["way"]), []).append(float(row["slowest_of_steps_cpu_s"]))
-        left[row["trainer"]] = row["tokens_after_merging"]  # of the last way, which merges
-    medians = {key: statistics.median(each) for key, each in seconds.items()}
-    ways = list(dict.fromkeys(way for _, way in medians))
-    lines = [
-        [
-            kind,
-            f"{float(share):.0%}",
-            *(f"{medians[kind, way]:.1f}" for way in ways),
-            f"{medians[kind, ways[0]] / medians[kind, ways[-1]]:.2f}×",
-        ]
-        for kind, share in left.items()
-    ]
-    return markdown(["trainer", "tokens left", *ways, "plain over merged"], lines, 1)
-
-
-def trainers_sentence() -> list[str]:
-    """What planning cost in bench/trainers.py, and when it ran."""
-    rows = [row for row in rows_of("trainers") if row["way"] == "longctx"]
-    cpu, wait = (max(float(row[name]) for row in rows) for name in ("sharing_cpu_share", "sharing_wait_share"))
-    text = (
-        f"Planning and the exchange of token ids took at most {cpu:.1%} of a rank's CPU time, and steps waited at "
-        f"most {wait:.1%} of their time for them. Medians of {len(rows)} rounds on {rows[0]['ranks']} processes, "
-        f"{rows[0]['date']}, transformers {rows[0]['transformers']}, TRL {rows[0]['trl']}."
-    )
-    return textwrap.wrap(text, 160)
-
-
-# --- docs/trees.md
-
-
-def trees_predicted() -> list[str]:
-    """Predicted steps of the sets of groups."""
-    head = ["groups", "tokens per step", "merged", "fixed static (degree)", "auto", "auto on trees", "over fixed", "over auto"]
-    lines = []
-    for row in [row for row in rows_of("trees") if row["table"] == "predicted"]:
-        fixed, auto, trees = (float(row[f"{way}_s"]) for way in ("fixed_static", "sequences", "trees"))
-        line = [f"`examples/groups_{row['name']}.jsonl`: {row['lengths']}"]
-        line += [f"{int(row['tokens']) / 1e6:.2f}M", f"{int(row['tokens']) / int(row['merged_tokens']):.2f} times fewer"]
-        line += [f"{fixed:.3g} s ({row['fixed_degree']})", f"{auto:.3g} s", f"{trees:.3g} s"]
-        lines.append([*line, f"**{fixed / trees:.2f}×**", f"{auto / trees:.2f}×"])
-    return markdown(head, lines, 1)
-
-
-def optimizers_table() -> list[str]:
-    """Loss of a smaller quick start with two optimizers."""
-    rows = rows_of("optimizers")
-    head, names = ["mean loss of ten steps, up to step", *dict.fromkeys(row["step"] for row in rows)], ("adamw", "muon")
-    table = [[name, *(f"{float(row['mean_loss_of_ten']):.2f}" for row in rows if row["optimizer"] == name)] for name in names]
-    cpu_s = [f"{float(row['cpu_s']):.0f}" for row in rows if row["cpu_s"]]
-    first = rows[0]
-    about = (
-        f"Measured: the quick start's model and learning rate on the same {int(rows[-1]['tokens']):,} tokens "
-        f"(`{first['command']}`: shorter documents and smaller steps than the quick start's), one seed, one process; "
-        f"{' and '.join(cpu_s)} CPU seconds. {first['date']}, {first['machine']}, torch {first['torch']}."
-    )
-    return [*wrapped(about), "", *markdown(head, table, numbers_from=1)]
-
-
-def policy_table() -> list[str]:
-    """CPU seconds of GRPO steps on the same rollouts."""
-    rows, head = rows_of("policy"), ["trainer", "CPU seconds per step", "rounds"]
-    seconds = {
-        way: [float(row["slowest_of_steps_cpu_s"]) for row in rows if row["way"] == way]
-        for way in ("TRL", "longctx.trainers", "longctx train")
-    }
-    table = [[way, f"{statistics.median(values):.2f}", to(values)] for way, values in seconds.items()]
-    first = rows[0]
-    about = (
-        "Measured (`bench/policy.py`): GRPO steps of 16 rollouts, prompts of 512 to 1,023 tokens with 8 completions of 32, on "
-        "the slower of two processes with one thread each, without sampling; medians of "
-        f"{len(seconds['TRL'])} rounds. {first['date']}, {first['machine']}, torch {first['torch']}, TRL {first['trl']}."
-    )
-    return [*wrapped(about), "", *markdown(head, table, numbers_from=1)]
-
-
-def qlora_table() -> list[str]:
-    """Held-out loss and peak memory of LoRA on bases of 16, 4 and 8 bits."""
-    rows = rows_of("qlora")
-    head = ["base", "held-out loss", "over LoRA's", "estimated peak", "measured peak", "estimated over measured"]
-    lines = []
-    for row in rows:
-        loss, (estimated, measured) = float(row["loss"]), (float(row[f"{name}_bytes"]) for name in ("estimated", "measured"))
-        line = [
-            "bfloat16" if row["base"] == "none" else row["base"],
-            f"{loss:.3f}",
-            f"{loss / float(rows[0]['loss']) - 1:+.1%}",
-        ]
-        lines.append([*line, *(f"{size / 2**30:.2f} GiB" for size in (estimated, measured)), f"{estimated / measured:.3f}"])
-    first = rows[0]
-    about = (
-        f"Measured (`python -m bench.qlora`): {first['steps']} steps of LoRA of SmolLM2-135M on two CPU processes, from a "
-        f"held-out loss of {float(first['loss_before']):.3f}; one seed, weights that had 4 bits before. {first['date']}, "
-        f"torch {first['torch']}, torchao {first['torchao']}."
-    )
-    return [*wrapped(about), "", *markdown(head, lines, numbers_from=1)]
-
-
-def sensitivity_table() -> list[str]:
-    """The headline with other constants of the H100's profile."""
-    head = ["constants", "because", "auto's step", "over fixed static", "over the best single degree"]
-    lines = [
-        [
-            *(row[name] for name in ("change", "why")),
-            f"{float(row['auto_s']):.2f} s",
-            f"{float(row['over_fixed']):.2f}",
-            f"{float(row['over_best_single']):.2f} ({row['best_single']})",
-        ]
-        for row in rows_of("sensitivity")
-    ]
-    return markdown(head, lines, numbers_from=2)
-
-
-def linear_table() -> list[str]:
-    """Dispatches and CPU time of a linear layer, chunk by chunk and by the blocked scan."""
-    rows = rows_of("linear")
-    names = list(dict.fromkeys(row["code"] for row in rows))
-    before, after = ([row for row in rows if row["code"] == name] for name in names)
-    table = [
-        [
-            *(old[name] for name in ("rule", "documents", "head_dim")),
-            *(f"{int(row['dispatches']):,}" for row in (old, new)),
-            *(f"{int(row['cpu_ms']):,} ms" for row in (old, new)),
-        ]
-        for old, new in zip(before, after, strict=True)
-    ]
-    head = ["rule", "documents", "head size", *(f"dispatches, {name}" for name in names), *(f"CPU, {name}" for name in names)]
-    return markdown(head, table, numbers_from=2)
-
-
-def trees_measured() -> list[str]:
-    """CPU time of a model over one group, as sequences and as trees."""
-    rows = [row for row in rows_of("trees") if row["table"] == "measured"]
-    lines = []
-    for row in rows:
-        alone, trees = float(row["sequences_s"]), float(row["trees_s"])
-        line = [row["name"], f"{int(row['tokens']):,}", f"{int(row['merged_tokens']):,}"]
-        line += [f"{int(row['tokens']) / int(row['merged_tokens']):.2f}", f"{alone:.1f} s", f"{trees:.1f} s"]
-        lines.append([*line, f"**{alone / trees:.2f}×**"])
-    text = (
-        "Measured (`bench/trees.py`): forward and backward of a Llama of two layers, one process and thread, least CPU time of "
-        f"{rows[0]['rounds']} rounds; gradients differ by at most {max(float(row['difference']) for row in rows):.0e} "
-        f"(float32). {rows[0]['date']}, {rows[0]['machine']}, torch {rows[0]['torch']}."
-    )
-    head = ["prompt + completions", "tokens", "merged", "times fewer", "sequences", "trees", "as fast"]
-    return [*textwrap.wrap(text, 160), "", *markdown(head, lines, 1)]
-
-
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "headline": headline,
     "emulated-sentence": emulated_sentence,
@@ -439,16 +253,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "gaps": gaps_table,
     "planning": planning_table,
     "emulated": emulated_table,
-    "trainers": trainers_table,
-    "trainers-sentence": trainers_sentence,
-    "trainer-trees": trainer_trees_table,
-    "linear": linear_table,
-    "qlora": qlora_table,
-    "sensitivity": sensitivity_table,
-    "policy": policy_table,
-    "optimizers": optimizers_table,
-    "trees": trees_measured,
-    "trees-predicted": trees_predicted,
+    **OF_PAGES,
 }
 
 if __name__ == "__main__":

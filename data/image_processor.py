@@ -59,6 +59,9 @@ class Frames(NamedTuple):
 class Pictures:
     """Makes pixels of images and frames, by the files of processors in a folder."""
 
+    limits_all_frames = False
+    """See `VideoProcessor`; it matters where sizes are chosen."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -78,16 +81,17 @@ class Pictures:
 
     @cached_property
     def video_processor(self) -> VideoProcessor:
-        return VideoProcessor(self.folder)
+        return VideoProcessor(self.folder, self.limits_all_frames)
 
     def pixels(self, images: Sequence[ImageBytes | Frames]) -> "Pixels":
         """Returns the arguments of a tower for images and frames; for none of them those for a small blank one."""
         import torch  # to prepare a store, it is not needed
 
-        if any(isinstance(image, Frames) for image in images):
+        pictures = [image for image in images if not isinstance(image, Frames)]
+        if len(pictures) < len(images):
             parts = [self._frames(image) if isinstance(image, Frames) else self.pixels([image]) for image in images]
             return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        made = self.process([image for image in images if not isinstance(image, Frames)]) if images else self._blank
+        made = self.process(pictures) if pictures else self._blank
         return {name: torch.from_numpy(np.asarray(made[name])) for name in _ARGUMENTS if name in made}
 
     def _frames(self, given: Frames) -> "Pixels":
@@ -130,7 +134,8 @@ class ImageTokens(Pictures):
         self.text: str = getattr(tokenizer, "image_token", None) or self.placeholder
         self.token: int = tokenizer.convert_tokens_to_ids(self.text)
         """The token of which an image has several, and its text."""
-        self._name, self.video_text, self.video_token, self._of_all = name, "", -1, name == "Qwen3VLProcessor"
+        self._name, self.video_text, self.video_token = name, "", -1
+        self.limits_all_frames = name == "Qwen3VLProcessor"
         if name in WITH_VIDEOS:
             for part, default in (("video", "video_pad"), ("vision_start",) * 2, ("vision_end",) * 2):
                 setattr(self._processor, f"{part}_token", getattr(tokenizer, f"{part}_token", None) or f"<|{default}|>")
@@ -141,9 +146,7 @@ class ImageTokens(Pictures):
     def decoded(self, images: Sequence[ImageBytes | Video]) -> tuple[ImageBytes | Video, ...]:
         """Returns images and videos, of those in files the frames. Raises ChatError."""
         return tuple(
-            self.video_processor.decoded(each, self._of_all)
-            if self.video_text and isinstance(each, Video) and each.in_file
-            else each
+            self.video_processor.decoded(each) if self.video_text and isinstance(each, Video) and each.in_file else each
             for each in images
         )
 
@@ -203,7 +206,7 @@ class ImageTokens(Pictures):
         if len(sizes) > 1:
             raise ChatError(f"a video of {count} frames has frames of several sizes, {sizes}: give all the same size")
         processor, ((width, height),) = self.video_processor, sizes
-        time, *size = processor.grid(count, height, width, of_all=self._of_all)
+        time, *size = processor.grid(count, height, width)
         self._processor.video_processor = processor
         indices = list(video.indices or range(count))
         metadata = VideoMetadata(total_num_frames=video.total or count, fps=video.fps, frames_indices=indices)

@@ -32,10 +32,11 @@ _EXPECTED = {"resample": 3, "do_resize": True, "do_rescale": True, "do_normalize
 class VideoProcessor:
     """Processor of videos by the files in a folder; those of images are read if there are none of videos, as by transformers.
 
+    `of_all`: unless the files name a class, limits are on the pixels of all frames, as for Qwen3-VL, not on those of each.
     Raises ChatError if a setting is missing, or has a value that is not supported.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, of_all: bool = False) -> None:
         files = (read_json(folder / f"{kind}preprocessor_config.json") for kind in ("video_", ""))
         nested = read_json(folder / "processor_config.json").get("video_processor")
         settings: dict[str, Any] = nested or next(filter(None, files), {})
@@ -43,7 +44,8 @@ class VideoProcessor:
         for edge, pixels in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
             self.size[edge] = settings.get(pixels) or self.size.get(edge)
         self._settings = settings
-        self.kind = settings.get("video_processor_type") or settings.get("image_processor_type") or ""
+        kind = settings.get("video_processor_type") or settings.get("image_processor_type") or ""
+        self._is_limited_as_one = kind.startswith("Qwen3VL") or (of_all and not kind.startswith("Qwen2VL"))
         missing = [name for name in _NEEDED if not settings.get(name)] + [key for key, value in self.size.items() if not value]
         if missing:
             raise ChatError(f"{folder} has no processor of videos: {', '.join(missing)} is not in its settings")
@@ -55,18 +57,15 @@ class VideoProcessor:
         self.mean, self.std = settings["image_mean"], settings["image_std"]
         self.factor = settings.get("rescale_factor", 1 / 255)
 
-    def grid(self, frames: int, height: int, width: int, of_all: bool) -> Grid:
-        """Returns time, height and width in patches.
-
-        `of_all`: unless the files name a class, limits are on the pixels of all frames, as for Qwen3-VL, not on those of each.
-        """
+    def grid(self, frames: int, height: int, width: int) -> Grid:
+        """Returns time, height and width in patches. Raises ChatError."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_all
 
         limits = {"min_pixels": self.size["shortest_edge"], "max_pixels": self.size["longest_edge"]}
         limits["factor"] = self.patch_size * self.merge_size
         try:
-            if self._is_limited_as_one(of_all):
+            if self._is_limited_as_one:
                 size = resize_all(frames, height, width, temporal_factor=self.temporal_patch_size, **limits)
             else:
                 size = smart_resize(height, width, **limits)
@@ -74,7 +73,7 @@ class VideoProcessor:
             raise ChatError(f"a video of {frames} frames of {width} × {height} pixels is refused: {error}") from error
         return -(-frames // self.temporal_patch_size), size[0] // self.patch_size, size[1] // self.patch_size
 
-    def decoded(self, video: Video, of_all: bool) -> Video:
+    def decoded(self, video: Video) -> Video:
         """Returns a video with the frames of its file that the checkpoint's own processor takes, as PNGs.
 
         They are stored at the size at which they are encoded. Raises ChatError.
@@ -83,7 +82,7 @@ class VideoProcessor:
         from PIL import Image
         from transformers.video_utils import read_video_pyav
 
-        (file,), every = video.frames, partial(self._sampled, fps=video.fps, of_all=of_all)
+        (file,), every = video.frames, partial(self._sampled, fps=video.fps)
         if importlib.util.find_spec("av") is None:
             raise ChatError(f"reading {file} needs PyAV: {install('video')}, or give the frames as images")
         try:
@@ -93,10 +92,10 @@ class VideoProcessor:
         except Exception as error:  # PyAV raises many kinds for damaged files
             raise ChatError(f"{file} cannot be read as a video: {brief(error)}; give its frames as images") from error
         count, height, width, _ = found.shape
-        size = self.grid(count, height, width, of_all)
+        size = self.grid(count, height, width)
         frames = torch.from_numpy(found).permute(0, 3, 1, 2)
         smaller = self._resized(frames, size)
-        if self.grid(count, smaller.shape[-2], smaller.shape[-1], of_all) == size:  # then they are not resized again
+        if self.grid(count, smaller.shape[-2], smaller.shape[-1]) == size:  # then they are not resized again
             frames = smaller
         pngs = []
         for frame in frames.permute(0, 2, 3, 1).numpy():
@@ -104,7 +103,7 @@ class VideoProcessor:
             pngs.append(written.getvalue())
         return Video(tuple(pngs), metadata.fps, tuple(map(int, metadata.frames_indices)), metadata.total_num_frames)
 
-    def _sampled(self, metadata: Any, fps: float, of_all: bool) -> Any:
+    def _sampled(self, metadata: Any, fps: float) -> Any:
         """Returns the numbers of the frames to take of a file: those of `fps` a second; 0: as the processor's settings say."""
         import torch
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -112,11 +111,10 @@ class VideoProcessor:
         get, total, turn = self._settings.get, metadata.total_num_frames, self.temporal_patch_size
         if total < 1:
             raise ValueError("it does not tell its number of frames")
-        all_limited = self._is_limited_as_one(of_all)
-        if not (fps or get("do_sample_frames", all_limited)):
+        if not (fps or get("do_sample_frames", self._is_limited_as_one)):
             return np.arange(total)
         limits = SimpleNamespace(fps=get("fps", 2), min_frames=get("min_frames", 4), max_frames=get("max_frames", 768))
-        if all_limited:
+        if self._is_limited_as_one:
             return Qwen3VLVideoProcessor.sample_frames(limits, metadata, None if fps else get("num_frames"), fps or None)
         most = min(limits.max_frames, total) // turn * turn  # as `sample_frames` of Qwen2-VL
         taken = int(min(max(total / metadata.fps * (fps or limits.fps), limits.min_frames), most, total) // turn) * turn
@@ -124,9 +122,6 @@ class VideoProcessor:
             raise ValueError(f"it has only {total} frames")
         indices = torch.arange(0, total, total / taken).int().numpy()
         return indices[indices < total]  # rounding may add one
-
-    def _is_limited_as_one(self, of_all: bool) -> bool:
-        return self.kind.startswith("Qwen3VL") or (of_all and not self.kind.startswith("Qwen2VL"))
 
     def _resized(self, video: "torch.Tensor", grid: Grid) -> "torch.Tensor":
         """Returns frames [.., 3, height, width] at the size of a grid of patches."""

@@ -16,11 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from longctx import start as starting
 from longctx.cli import main
 from longctx.config import Config, ConfigError
 from longctx.config.settings import WandbSetting
+from longctx.data.corpus import open_corpus
+from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from longctx.training.data import choose_max_length
 from longctx.training.health import Spikes
@@ -475,12 +478,24 @@ def test_long_documents_under_error(store: Path, tmp_path: Path, capsys: pytest.
     assert "split" in said
 
 
-def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_that_long_conversations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = tmp_path / "records.jsonl"
+    records.write_text('{"prompt": "How many?", "completion": "Three."}\n' * 20)
+    prepare(open_corpus(str(records)), tmp_path / "store", tokenizer="bytes")
+    arguments = [f"--data.store={tmp_path / 'store'}", "--batch.global_tokens=400", "--batch.tokens_per_rank=200", "--dry-run"]
+    assert main(["train", *arguments, "--gpus", "2"]) == 0
+    assert "(longer ones: refused)" in capsys.readouterr().out
+
+
+def test_dry_run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = [f"--data.store={store}", "--batch.global_tokens=100000", "--batch.tokens_per_rank=1024", "--dry-run"]
     assert main(["train", *arguments, "--gpus", "64", "--context.profile=h100-nvlink-ib"]) == 0
     said = capsys.readouterr().out
-    assert "dry run on 64 ranks" in said
-    assert "best static" in said
+    assert "dry run on 64 ranks of CPUs, as no GPU is here (--train.device cuda plans for GPUs)\n" in said
+    assert "best static" in said and "(longer ones: split)" in said
+    assert main(["train", *arguments, "--gpus", "64", "--context.profile=h100-nvlink-ib", "--train.device=cuda"]) == 0
+    assert "dry run on 64 ranks\n" in capsys.readouterr().out
     assert "--gpus is 0" in refusal(capsys, *arguments, "--gpus", "0")
     assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--gpus", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]

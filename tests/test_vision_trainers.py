@@ -14,6 +14,7 @@ from longctx.trainers.documents import rows_of
 from longctx.trainers.exchange import Known
 from longctx.trainers.images import exchange_pixels
 from tests import vision_cases
+from tests.data_cases import placed_plan
 from tests.marks import slow_unless
 from tests.test_trainers import assert_equal
 from tests.trainer_cases import PROFILE
@@ -131,7 +132,7 @@ def test_pixels_of_two_kinds_are_refused() -> None:
     kinds = [torch.zeros(0, 3, 16, 16), torch.zeros(0, 3, 8, 8)]
     known = [Known(0, number, 20, 1, None, vision_cases.PLACES[4], kind) for number, kind in enumerate(kinds)]
     with pytest.raises(TrainerError, match=r"\[3, 16, 16\] of torch.float32 and \[3, 8, 8\].*by one image processor"):
-        exchange_pixels(None, None, known, {}, 0, None)  # type: ignore[arg-type]
+        exchange_pixels(None, placed_plan([20, 20], 1, []), known, {}, 0, None)
 
 
 @pytest.mark.parametrize(

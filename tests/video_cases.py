@@ -1,7 +1,7 @@
 """Documents with videos, images and texts, in one process by transformers' own code, and over several ranks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from longctx.data.image_shares import Image, Pixels, Places, share_images
+from longctx.data.image_shares import Image, Pixels, Places
 from longctx.data.image_sources import ImagePlace
-from longctx.data.packing import StepBatch, pack_documents
+from longctx.data.packing import StepBatch
 from tests.data_cases import placed_plan
 from tests.pretrained_cases import Step, step
-from tests.vision_cases import IMAGE, LENGTHS, PLACEMENTS
+from tests.vision_cases import IMAGE, LENGTHS, PLACEMENTS, batch_of
 
 VIDEO = 91
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -101,11 +101,8 @@ def reference(folder: Path, family: str) -> Step:
 
 
 def make_batch(family: str, ranks: int, rank: int, spoiled: Image | None = None) -> StepBatch:
-    plan = placed_plan(LENGTHS, ranks, PLACEMENTS[ranks])
-    micro_batches, targets = pack_documents(plan, rank, documents(family), labels(family))
-    read = lambda images: pixels(family, images, spoiled)  # noqa: E731
-    with_images = [replace(m, images=share_images(plan, m.layout, places_of(family), read)) for m in micro_batches]
-    return StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(with_images))
+    plan, read = placed_plan(LENGTHS, ranks, PLACEMENTS[ranks]), partial(pixels, family, spoiled=spoiled)
+    return batch_of(plan, rank, documents(family), labels(family), places_of(family), read)
 
 
 def video_step(folder: Path, family: str, settings: list[str]) -> Step:

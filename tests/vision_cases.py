@@ -1,9 +1,12 @@
 """Tiny vision-language models of transformers, and documents with images in one process and over several ranks."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from longctx.data.image_shares import Image, Pixels, Places, share_images
 from longctx.data.image_sources import ImagePlace
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.planning.layout import Placement
+from longctx.planning.plan import Plan
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import SIZE
 from tests.pretrained_cases import Step, step
@@ -134,7 +138,7 @@ def labels(family: str) -> list[torch.Tensor]:
     return [torch.where(document == IMAGE, -100, document) for document in documents(family)]
 
 
-def pixels(family: str, images: list[Image] | tuple[Image, ...], spoiled: Image | None = None) -> Pixels:
+def pixels(family: str, images: Sequence[Image], spoiled: Image | None = None) -> Pixels:
     """Returns random pixels of images; of `spoiled` one is changed. A blank image is of the smallest size."""
     parts, grids = [], []
     for document, number in images or [(-1, 0)]:
@@ -185,13 +189,17 @@ def own_logits(model: Any, family: str, number: int, tokens: torch.Tensor) -> to
 
 
 def make_batch(family: str, ranks: int, rank: int, spoiled: Image | None = None) -> StepBatch:
-    from dataclasses import replace
+    plan, read = placed_plan(LENGTHS, ranks, PLACEMENTS[ranks]), partial(pixels, family, spoiled=spoiled)
+    return batch_of(plan, rank, documents(family), labels(family), places_of(family), read)
 
-    plan = placed_plan(LENGTHS, ranks, PLACEMENTS[ranks])
-    micro_batches, targets = pack_documents(plan, rank, documents(family), labels(family))
-    read = lambda images: pixels(family, images, spoiled)  # noqa: E731
-    with_images = [replace(m, images=share_images(plan, m.layout, places_of(family), read)) for m in micro_batches]
-    return StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(with_images))
+
+def batch_of(
+    plan: Plan, rank: int, documents: list[Any], labels: list[Any], places: Places, read: Callable[[Sequence[Image]], Pixels]
+) -> StepBatch:
+    """Returns the batch of a rank for documents of which some have images, whose pixels `read` returns."""
+    micro_batches, targets = pack_documents(plan, rank, documents, labels)
+    with_images = [replace(m, images=share_images(plan, m.layout, places, read)) for m in micro_batches]
+    return StepBatch(1, plan, tuple(map(str, range(len(documents)))), sum(plan.lengths), targets, tuple(with_images))
 
 
 def vision_step(folder: Path, family: str, settings: list[str]) -> Step:
@@ -221,11 +229,8 @@ def adapted_step(folder: Path, family: str, settings: list[str], values: dict[st
         given = values.get(name.removeprefix("hf."))
         return own(self, name, parameter, seed) if given is None else given.to(parameter.dtype)
 
-    AdaptedModel.initial_value = initial_value  # type: ignore[method-assign]
-    try:
+    with patch.object(AdaptedModel, "initial_value", initial_value):
         return vision_step(folder, family, settings)
-    finally:
-        AdaptedModel.initial_value = own  # type: ignore[method-assign]
 
 
 QWEN_TEMPLATE = (

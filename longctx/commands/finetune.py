@@ -24,7 +24,7 @@ SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of
 OVERRIDES = True
 
 FULL_RATE, DPO_BETA = 1e-5, 0.1
-"""Default peak learning rates of all parameters, without and with DPO, and beta of DPO."""
+"""Default peak learning rate of all parameters, and beta of DPO."""
 FEWEST_STEPS = 20
 """Steps are made smaller than 64 Ki tokens to reach about this number."""
 WARMUP = 0.03

@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow, "
         "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or "
-        "python-stdlib, the source of this Python's standard library. Records may be messages, also with images, ShareGPT "
-        "conversations, prompt and completion, instruction and output, source and target, chosen and rejected, text, or token "
-        "ids (with a --tokenizer); the format is detected by the keys",
+        "python-stdlib, the source of this Python's standard library. Records may be messages, also with images or videos, "
+        "ShareGPT conversations, prompt and completion, instruction and output, source and target, chosen and rejected, text, "
+        "or token ids (with a --tokenizer); the format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")

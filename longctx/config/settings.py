@@ -23,7 +23,7 @@ AnyPath = Annotated[Path, Field(strict=False)]
 
 
 LORA_RATE, COMPARED_LORA_RATE, COMPARED_RATE = 2e-4, 5e-5, 1e-6
-"""Default peak learning rates of adapters; the second for DPO and policy losses."""
+"""Default peak learning rates of adapters, of adapters under DPO and policy losses, and of checkpoints under these."""
 
 
 class Section(BaseModel):

@@ -114,10 +114,9 @@ class Weights:
         self.all = layers * whole + self.root + tower + adapters
         frozen = [(each.frozen_matrices // split + each.frozen_others, each.frozen_experts // split) for each in held]
         here = [whole - experts + experts // expert_ranks for whole, experts in frozen]
-        frozen_vocabulary = spec.frozen_embedding + (spec.frozen_head and not spec.tie_word_embeddings)
         of_root = embedding * (first and spec.frozen_embedding)
         of_root += embedding * (last and spec.frozen_head and not (first and spec.tie_word_embeddings))
-        others = last * (spec.frozen_outside - frozen_vocabulary * spec.vocabulary_parameters)
+        others = last * spec.frozen_beside
         of_tower = min(tower, others)
         of_root += others - of_tower
         self.trained_block = layer.adapter_parameters if spec.adapted else self.block - min(here)

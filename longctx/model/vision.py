@@ -24,6 +24,8 @@ IN_BOTH_DIRECTIONS = ("gemma3",)
 """Those in which the tokens of an image see each other in both directions."""
 VISION_CLASS = "AutoModelForImageTextToText"
 """Class of transformers that loads them."""
+Place = tuple[int, int, tuple[int, int, int], tuple[int, ...], float]
+"""Place of an image: first token, number of tokens, grid, files, frames per second of its video (0: it is of none)."""
 TOWERS = ("vision_tower", "visual")
 """Names of the tower in their base models."""
 
@@ -180,9 +182,8 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
-def image_positions(hf: Any, length: int, places: Sequence[tuple[Any, ...]]) -> torch.Tensor | None:
-    """Returns the positions [axes, length] of a document in which image k has `places[k]`: first token, tokens and grid; of
-    frames of a video also their files, and frames per second.
+def image_positions(hf: Any, length: int, places: Sequence[Place]) -> torch.Tensor | None:
+    """Returns the positions [axes, length] of a document whose images, and pairs of frames, are at `places`.
 
     They are those that the model's own code computes; None if a token's position is its place in the document.
     """
@@ -193,8 +194,7 @@ def image_positions(hf: Any, length: int, places: Sequence[tuple[Any, ...]]) -> 
     images: list[Sequence[int]] = []
     videos: list[list[int]] = []
     seconds, end = [], -1
-    for start, tokens, grid, *more in places:
-        rate = more[1] if more else 0.0
+    for start, tokens, grid, _, rate in places:
         kinds[0, start : start + tokens] = 2 if rate else 1
         if not rate:
             images.append(grid)

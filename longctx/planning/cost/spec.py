@@ -217,11 +217,15 @@ class ModelSpec:
         return self.parameters - self.frozen_outside - frozen
 
     @property
+    def frozen_beside(self) -> int:
+        """Number of parameters without gradients that are neither in blocks nor in the vocabulary."""
+        vocabularies = self.frozen_embedding + (self.frozen_head and not self.tie_word_embeddings)
+        return self.frozen_outside - (vocabularies * self.vocabulary_parameters if vocabularies else 0)
+
+    @property
     def trained_tower(self) -> int:
         """Number of parameters of the encoder of images with gradients."""
-        vocabularies = self.frozen_embedding + (self.frozen_head and not self.tie_word_embeddings)
-        others = self.frozen_outside - vocabularies * self.vocabulary_parameters if vocabularies else self.frozen_outside
-        return self.tower_adapters if self.adapted else self.tower_parameters - min(self.tower_parameters, others)
+        return self.tower_adapters if self.adapted else self.tower_parameters - min(self.tower_parameters, self.frozen_beside)
 
     @property
     def tower_backward(self) -> float:
