@@ -143,7 +143,7 @@ def _video(value: Any, record: Mapping[str, Any]) -> Video:
         return value
     fps = record.get("fps", 0)
     if _has_frames(value):
-        fps, value = value.get("fps") or fps, value.get("video") or value.get("frames")
+        fps, value = value.get("fps") or fps, value["video"] if "video" in value else value["frames"]
     files = [value] if _is_video_file(value) else value
     if not isinstance(files, list) or not files or (len(files) > 1 and any(map(_is_video_file, files))):
         raise FormatError(

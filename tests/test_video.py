@@ -187,6 +187,7 @@ def test_a_run_has_the_losses_of_single_documents(
 FRAME = data_url(CAT)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_vl", {"video": "a.gif"}, "a video is 'a.gif': give a list of frames"),
+    ("qwen2_vl", {"video": []}, r"a video is \[\]: give a list of frames"),
     ("qwen2_vl", {"video": [FRAME, "a.mp4"], "fps": 1}, "give a list of frames"),
     ("qwen2_vl", {"video": "a.mp4", "fps": -1}, "has fps -1: give the number of frames per second, above 0"),
     ("qwen2_vl", {"video": "a.mp4"}, r"image a\.mp4 is not in"),
