@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from longctx.data.image_shares import encoding_ranks
 from longctx.data.image_sources import ImagePlace
 from longctx.data.loader import plan_step
 from longctx.data.sampler import Piece
+from longctx.model.presets import PRESETS
 from longctx.model.vision import VISION_FAMILIES, tower_spec
 from longctx.planning.cost.rounds import plan_score
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import ImageWork, spread_images
@@ -66,6 +69,26 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path, family: str) -> 
                     total.backward()
             place = places[document][number]
             assert tower_spec(model).flops(place.tokens, place.grid, float(trained)) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_gradients_of_inputs_alone_are_about_half(tmp_path: Path, family: str) -> None:
+    """As with adapters: something before the blocks is trained, and no matrix."""
+    model = AutoModelForImageTextToText.from_pretrained(vision_cases.save_model(tmp_path, family), attn_implementation="eager")
+    trained = {"llava": "class_embedding", "gemma3": "patch_embedding.bias", "qwen3_vl": "patch_embed.proj.bias"}
+    for name, weight in model.eval().named_parameters():
+        weight.requires_grad_(name.endswith(trained.get(family, "blocks.0.norm1.weight")))
+    with FlopCounterMode(display=False) as counter:
+        out = model.base_model.get_image_features(**vision_cases.pixels(family, [(0, 0)]), return_dict=True)
+        (summed(out.pooler_output) + summed(getattr(out, "deepstack_features", None))).backward()
+    place, spec = vision_cases.places_of(family)[0][0], tower_spec(model)
+    found = spec.flops(place.tokens, place.grid, adapted_spec().tower_backward)
+    assert 0.8 * counter.get_total_flops() < found < counter.get_total_flops()
+
+
+def adapted_spec() -> ModelSpec:
+    layer = replace(PRESETS["tiny"].spec.layers[0], adapter_parameters=8)
+    return replace(PRESETS["tiny"].spec, layers=(layer,), tower_parameters=100, tower_adapters=10)
 
 
 TOWER = TowerSpec(patch_weights=400, block_weights=9000, token_weights=12000, blocks=2, width=32, merge=2)

@@ -229,7 +229,10 @@ class ModelSpec:
 
     @property
     def tower_backward(self) -> float:
-        """Share of its operations that backward of the encoder of images has; adapters need the gradients of inputs alone."""
+        """Share of its operations that backward of the encoder of images has.
+
+        Adapters need the gradients of inputs alone: half of those of matrices, but all of attention's, which are taken as half.
+        """
         if self.adapted:
             return 0.5 if self.tower_adapters else 0.0
         return self.trained_tower / self.tower_parameters
