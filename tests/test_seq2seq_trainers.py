@@ -73,23 +73,26 @@ def test_a_step_is_that_of_one_plain_process(workers: Workers, tmp_path: Path, w
 PREDICTING = {"predicting": likelihood, "prediction_loss_only": False}
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), slow_unless(lambda *case: case == (3, 2), [(1, 1), (2, 3), (3, 1), (3, 2)]))
-def test_epochs_evaluations_and_predictions(workers: Workers, tmp_path: Path, ranks: int, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "side"),
+    slow_unless(lambda *case: case[0] == 3, [(1, 1, "right"), (2, 3, "right"), (2, 1, "left"), (3, 2, "left")]),
+)
+def test_epochs_evaluations_and_predictions(workers: Workers, tmp_path: Path, ranks: int, accumulation: int, side: str) -> None:
     """Two epochs whose last steps are not full, evaluations whose last batch is not, and logits of whole targets."""
-    options = {**PREDICTING, "accumulation": accumulation}
+    options = {**PREDICTING, "accumulation": accumulation, "side": side}
     runs, expected = workers.run(train, ranks, tmp_path, True, options), plain(workers, tmp_path, options)
     assert_equal(runs, expected)
     assert_predictions(runs, expected)
 
 
 def assert_predictions(runs: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Logits where a record has labels; elsewhere there are none."""
+    """Logits of labels, wherever their rows are padded; the others may be 0."""
     logits, labels = expected["predictions"].predictions[0], expected["predictions"].label_ids
     for run in runs:
         ours = run["predictions"]
-        kept = ours.label_ids != -100
-        assert np.array_equal(ours.label_ids, labels) and ours.predictions.shape == logits.shape
-        np.testing.assert_allclose(ours.predictions[kept], logits[kept], rtol=1e-3, atol=1e-3)
+        kept, wanted = ours.label_ids != -100, labels != -100
+        assert np.array_equal(ours.label_ids[kept], labels[wanted]) and ours.predictions.shape == logits.shape
+        np.testing.assert_allclose(ours.predictions[kept], logits[wanted], rtol=1e-3, atol=1e-3)
         assert ours.metrics["test_likelihood"] == pytest.approx(expected["predictions"].metrics["test_likelihood"], rel=1e-5)
 
 
@@ -139,6 +142,7 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
     ours.train()
     ids = torch.tensor([[3, 4, 5]])
     generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    loss = ours.evaluate()["eval_loss"]
     ours.save_model(str(tmp_path / "saved"))
     assert "longctx" not in json.dumps(json.loads((tmp_path / "saved" / "config.json").read_text()))
     restore(ours)
@@ -146,9 +150,30 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
     parts = (model.config, model.config.encoder, model.config.decoder)
     assert all(part._attn_implementation == attention for part in parts)
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), generated)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
     own = type(model).from_pretrained(tmp_path / "saved", attn_implementation="eager")
     inputs = {"input_ids": ids, "labels": torch.tensor([[7, 9, 11, 13]])}
     assert torch.equal(own(**inputs).loss, model(**inputs).loss)
+
+
+def stacked(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def test_predictions_without_labels(tmp_path: Path) -> None:
+    """They need what the decoder reads; logits are in its columns."""
+    as_rank_alone()
+    ours = make(tmp_path, 1, {"eval_strategy": "no", "prediction_loss_only": False})
+    ours.data_collator = stacked
+    row = {"input_ids": [5, 6, 7], "decoder_input_ids": [START, 0, 9, 0]}
+    with torch.no_grad():
+        expected = ours.model(**stacked([row]), attention_mask=torch.ones(1, 3)).logits
+    dynamic_context_parallel(ours, tokens_per_rank=128, profile=PROFILE)
+    found = ours.predict([row])
+    np.testing.assert_allclose(found.predictions, expected.numpy(), rtol=1e-4, atol=1e-4)
+    assert found.label_ids is None
+    with pytest.raises(TrainerError, match="returns no input_ids, or no labels"):
+        ours.predict([{"input_ids": [5, 6, 7]}])
 
 
 def test_plans_count_sources_and_the_attention_of_the_encoder(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def dynamic_context_parallel(
             undo.enter_context(_whole_steps(trainer))
             if models[0].config.is_encoder_decoder:
                 sharing.seq2seq, sharing.encoder_attention = models[0], spec_of_seq2seq(models[0]).encoder_attention
-                undo.enter_context(sharded_with_head(models[0]))
+                if trainer.is_fsdp_enabled:
+                    undo.enter_context(sharded_with_head(models[0]))
             if is_vision(models[0]):
                 sharing.vision = models[0]
                 undo.enter_context(reading_images(models[0]))
