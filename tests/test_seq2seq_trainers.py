@@ -14,6 +14,8 @@ from longctx.trainers.pairs import TARGETS, rows_of_pairs
 from tests.marks import slow_unless
 from tests.seq2seq_cases import START, build_seq2seq
 from tests.seq2seq_trainer_cases import ONE_STEP, likelihood, make, mean_token, records, train
+from tests.seq2seq_training_cases import records as texts
+from tests.seq2seq_training_cases import save_checkpoint
 from tests.test_trainers import as_rank_alone, assert_equal
 from tests.trainer_cases import PROFILE
 from tests.workers import Workers
@@ -286,3 +288,31 @@ def test_records_that_do_not_fit_are_refused_before_the_first_step(tmp_path: Pat
     ours.train_dataset = datasets.Dataset.from_list(records())
     with pytest.raises(TrainerError, match="train_dataset has a document of 120 tokens, but 1 ranks hold 100"):
         dynamic_context_parallel(ours, tokens_per_rank=100, profile=PROFILE)
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny checkpoint, in float32, on a CPU."""
+    import datasets
+    import transformers
+
+    page = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text("utf-8")
+    (block,) = [part for part in page.split("```")[1::2] if "DataCollatorForSeq2Seq(" in part]
+    checkpoint, pairs = save_checkpoint(tmp_path / "tiny"), [(pair["source"], pair["target"]) for pair in texts()]
+    lines = [json.dumps({"document": source, "summary": target}) + "\n" for source, target in pairs]
+    (tmp_path / "papers.jsonl").write_text("".join(lines), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    as_rank_alone()
+
+    def arguments(**given: Any) -> Any:
+        less = {"bf16": False, "use_cpu": True, "max_steps": 2, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+        return transformers.Seq2SeqTrainingArguments(**{**given, **less, "output_dir": str(tmp_path)})
+
+    names = {name: getattr(transformers, name) for name in ("AutoTokenizer", "AutoModelForSeq2SeqLM", "Seq2SeqTrainer")}
+    names |= {"DataCollatorForSeq2Seq": transformers.DataCollatorForSeq2Seq, "Seq2SeqTrainingArguments": arguments}
+    names |= {"load_dataset": datasets.load_dataset, "dynamic_context_parallel": dynamic_context_parallel, "torch": torch}
+    code = block.removeprefix("python").replace("google/t5gemma-2b-2b-ul2", str(checkpoint)).replace("bfloat16", "float32")
+    exec(code, names)
+    trainer: Any = names["trainer"]
+    plan, lengths = trainer.dynamic.plans[0], {(len(source), len(target) + 1) for source, target in pairs}
+    assert plan.sources and all((s, n - s) in lengths for s, n in zip(plan.sources, plan.lengths, strict=True))
+    assert trainer.dynamic.tokens_per_rank >= 1024 and trainer.state.global_step == 2
