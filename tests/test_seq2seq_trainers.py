@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from longctx.model.huggingface_spec import spec_of_seq2seq
+from longctx.planning.parts import EQUAL_PARTS
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.pairs import TARGETS, rows_of_pairs
 from tests.marks import slow_unless
@@ -180,7 +182,7 @@ def test_predictions_without_labels(tmp_path: Path) -> None:
 
 def test_plans_count_sources_and_the_attention_of_the_encoder(tmp_path: Path) -> None:
     ours = attached(tmp_path, of=build_seq2seq("unbalanced"), max_steps=1)
-    assert ours.dynamic.encoder_attention == 3
+    assert ours.dynamic.parts == spec_of_seq2seq(ours.model).parts != EQUAL_PARTS
     ours.train()
     plan = ours.dynamic.plans[0]
     pairs = {(len(row["input_ids"]) + len(row["labels"]), len(row["input_ids"])) for row in records(untrained=False)}

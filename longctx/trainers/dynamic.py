@@ -79,7 +79,7 @@ def dynamic_context_parallel(
         else:
             undo.enter_context(_whole_steps(trainer))
             if models[0].config.is_encoder_decoder:
-                sharing.seq2seq, sharing.encoder_attention = models[0], spec_of_seq2seq(models[0]).encoder_attention
+                sharing.seq2seq, sharing.parts = models[0], spec_of_seq2seq(models[0]).parts
                 if trainer.is_fsdp_enabled:
                     undo.enter_context(sharded_with_head(models[0]))
             if is_vision(models[0]):
@@ -195,7 +195,8 @@ def _document_lengths(data: Any, pairs: bool) -> npt.NDArray[np.int64]:
     Of records of an encoder-decoder (`pairs`) these are the tokens of sources and of labels together.
     """
     packed, lengths = "seq_lengths" in data.column_names, [np.zeros(0, np.int64)]
-    names = ["seq_lengths"] if packed else ["input_ids", "labels"] if pairs and "labels" in data.column_names else ["input_ids"]
+    counted = ["seq_lengths"] if packed else ["input_ids", "labels"] if pairs else ["input_ids"]
+    names = [name for name in counted if name in data.column_names]
     for table in data.select_columns(names).with_format("arrow").iter(10_000):
         parts = [compute.list_flatten(column) if packed else compute.list_value_length(column) for column in table.columns]
         lengths.append(sum(part.to_numpy() for part in parts))
@@ -212,10 +213,8 @@ def _check_documents(trainer: Any, most: int) -> Iterator[str]:
         for each in data.values() if isinstance(data, dict) else [data]:
             if "input_ids" not in (getattr(each, "column_names", None) or ()) or not hasattr(each, "data"):
                 continue
-            lengths, limit = (
-                _document_lengths(each, trainer.model.config.is_encoder_decoder),
-                getattr(trainer.args, "max_length", None),
-            )
+            lengths = _document_lengths(each, trainer.model.config.is_encoder_decoder)
+            limit = getattr(trainer.args, "max_length", None)
             if (longest := lengths.max(initial=0)) > most:
                 raise TrainerError(
                     f"{name} has a document of {longest:,} tokens, but {trainer.args.world_size} ranks hold {most:,}: give "

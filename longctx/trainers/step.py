@@ -19,6 +19,7 @@ from longctx.data.packing import MicroBatch, fill, with_source
 from longctx.model.huggingface import row
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers.documents import Document
@@ -63,7 +64,7 @@ class Sharing:
         undo: what `restore` closes.
         vision: the model of transformers, if it reads images.
         seq2seq: the model of transformers, if it is an encoder-decoder.
-        encoder_attention: see `make_plan`.
+        parts: see `make_plan`.
     """
 
     profile: HardwareProfile
@@ -78,7 +79,7 @@ class Sharing:
     undo: ExitStack = field(default_factory=ExitStack)
     vision: Any = None
     seq2seq: Any = None
-    encoder_attention: float = 1.0
+    parts: PartCosts = EQUAL_PARTS
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -109,19 +110,7 @@ class Sharing:
         planned = [document for document in everything if every or document.targets] or everything[:1]
         plan = self._plan(planned)
         mine = list(itertools.chain.from_iterable(batches))
-        written = [np.stack([document.tokens, document.labels], 1) for document in mine]
-        numbers = range(len(plan.micro_batches))
-        if self.seq2seq is None:
-            layouts = [[plan.layout(number, rank) for number in numbers] for rank in range(self.ranks)]
-            exchange, filled = self._filled(layouts, planned, written)
-        else:
-            cross = [[plan.cross_layout(number, rank) for number in numbers] for rank in range(self.ranks)]
-            exchange, targets = self._filled([[each.targets for each in of_rank] for of_rank in cross], planned, written)
-            read = [np.stack([document.source] * 2, 1) for document in mine if document.source is not None]
-            _, sources = self._filled([[each.sources for each in of_rank] for of_rank in cross], planned, read)
-            hidden = {number: document.hidden for number, document in enumerate(planned) if document.hidden}
-            parts = zip(targets, sources, cross[self.rank], strict=True)
-            filled = [with_source(target, source, each, hidden=hidden) for target, source, each in parts]
+        exchange, filled = self._micro_batches(plan, planned, mine)
         return Share(
             micro_batches=self._with_images(plan, planned, mine, filled),
             micro_batch_targets=[sum(planned[placed.document].targets for placed in each) for each in plan.micro_batches],
@@ -131,10 +120,27 @@ class Sharing:
             exchange=exchange,
         )
 
+    def _micro_batches(
+        self, plan: Plan, planned: Sequence[Known], mine: Sequence[Document]
+    ) -> tuple[Exchange, list[MicroBatch]]:
+        """Returns how rows travel, or those of targets, and this rank's micro-batches. Collective."""
+        written = [np.stack([document.tokens, document.labels], 1) for document in mine]
+        numbers = range(len(plan.micro_batches))
+        if self.seq2seq is None:
+            layouts = [[plan.layout(number, rank) for number in numbers] for rank in range(self.ranks)]
+            return self._filled(layouts, planned, written)
+        cross = [[plan.cross_layout(number, rank) for number in numbers] for rank in range(self.ranks)]
+        exchange, targets = self._filled([[each.targets for each in of_rank] for of_rank in cross], planned, written)
+        read = [np.stack([document.source] * 2, 1) for document in mine if document.source is not None]
+        _, sources = self._filled([[each.sources for each in of_rank] for of_rank in cross], planned, read)
+        hidden = {number: document.hidden for number, document in enumerate(planned) if document.hidden}
+        parts = zip(targets, sources, cross[self.rank], strict=True)
+        return exchange, [with_source(target, source, each, hidden=hidden) for target, source, each in parts]
+
     def _filled(
         self, layouts: Sequence[Sequence[Layout]], planned: Sequence[Known], drawn: Sequence[npt.NDArray[Any]]
     ) -> tuple[Exchange, list[MicroBatch]]:
-        """Returns this rank's micro-batches, and how rows travel. Collective.
+        """Returns the same for layouts and rows. Collective.
 
         `layouts` are those of every rank, `drawn` the tokens and labels [tokens, 2] of this rank's documents.
         """
@@ -204,7 +210,7 @@ class Sharing:
                 [document.length for document in documents],
                 trees={number: document.tree for number, document in enumerate(documents) if document.tree is not None},
                 sources=[] if self.seq2seq is None else [document.source for document in documents],
-                encoder_attention=self.encoder_attention,
+                parts=self.parts,
                 ranks=self.ranks,
                 tokens_per_rank=self.tokens_per_rank,
                 profile=self.profile,

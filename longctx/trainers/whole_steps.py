@@ -68,7 +68,8 @@ class WholeSteps:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Returns the loss over the documents of all ranks, and logits and labels of this rank's rows if they are asked for."""
         labels, logits = inputs.get("labels"), []
-        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
+        generates = hasattr(self, "_pad_tensors_to_max_len") and self.args.predict_with_generate  # Seq2SeqTrainer
+        if generates and not prediction_loss_only:
             loss = None if labels is None else self.prediction_step(model, inputs, True)[0]
             return loss, *self._generated(model, inputs, ignore_keys)
         of_pairs = self.dynamic.seq2seq is not None
