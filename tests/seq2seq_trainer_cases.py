@@ -41,7 +41,8 @@ def collator(side: str = "right", model: Any = None) -> Any:
 
 def make(folder: Path, ranks: int, options: dict[str, Any]) -> Any:
     """Returns a trainer. Options: arguments, `plainest` for transformers.Trainer, `lora`, `side` and `makes_inputs` of the
-    collator, `metrics`, `accumulation`, `untrained` for a record without a label, and `of` the model."""
+    collator, `metrics`, `accumulation`, `untrained` for a record without a label, the numbers of `only` some records, and `of`
+    the model."""
     from peft import LoraConfig, get_peft_model
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
@@ -52,6 +53,7 @@ def make(folder: Path, ranks: int, options: dict[str, Any]) -> Any:
     model = options.pop("of", None) or build_seq2seq()
     if options.get("predict_with_generate"):
         model.generation_config.no_repeat_ngram_size = 1  # or this model repeats one token
+    only = options.pop("only", None)
     collate = collator(side, model if makes else None)
     if options.pop("lora", False):
         torch.manual_seed(0)
@@ -63,7 +65,7 @@ def make(folder: Path, ranks: int, options: dict[str, Any]) -> Any:
         model,
         kinds[1](**arguments(folder, ranks, accumulation, **options)),
         data_collator=collate,
-        train_dataset=records(untrained=untrained),
+        train_dataset=[row for number, row in enumerate(records(untrained=untrained)) if only is None or number in only],
         eval_dataset=records(19, seed=1),
         processing_class=tokenizer(),
         compute_metrics=metrics,

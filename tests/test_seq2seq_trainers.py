@@ -15,7 +15,7 @@ from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.pairs import TARGETS, rows_of_pairs
 from tests.marks import slow_unless
 from tests.seq2seq_cases import START, build_seq2seq
-from tests.seq2seq_trainer_cases import ONE_STEP, likelihood, make, mean_token, records, train
+from tests.seq2seq_trainer_cases import LENGTHS, ONE_STEP, likelihood, make, mean_token, records, train
 from tests.seq2seq_training_cases import records as texts
 from tests.seq2seq_training_cases import save_checkpoint
 from tests.test_trainers import as_rank_alone, assert_equal
@@ -72,6 +72,15 @@ def test_a_step_is_that_of_one_plain_process(workers: Workers, tmp_path: Path, w
     runs = workers.run(train, ranks, tmp_path, True, options)
     assert_step(runs, plain(workers, tmp_path, options))
     assert ranks == 1 or max(runs[0]["degrees"]) >= 2
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_ranks_without_a_token(workers: Workers, tmp_path: Path, number: int) -> None:
+    """The step has a single record: of one token each, or with a target of one token."""
+    options = {**ONE_STEP, "eval_strategy": "no", "only": [number]}
+    runs = workers.run(train, 3, tmp_path, True, options)
+    assert_step(runs, plain(workers, tmp_path, options))
+    assert [sum(lengths) for lengths in runs[0]["plans"]] == [sum(LENGTHS[number])]
 
 
 PREDICTING = {"predicting": likelihood, "prediction_loss_only": False}
