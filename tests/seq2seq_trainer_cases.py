@@ -73,15 +73,19 @@ def make(folder: Path, ranks: int, options: dict[str, Any]) -> Any:
 
 
 def train(folder: Path, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and predicts if `options` has `predicting`; steps have the same records on any number of ranks."""
+    """Trains, and predicts if `options` has `predicting`, with `context` for the planner.
+
+    Steps have the same records on any number of ranks.
+    """
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
     predicting, resume = options.pop("predicting", None), options.pop("resume", None)
+    context = options.pop("context", {})
     trainer = make(folder, ranks, options | ({"metrics": predicting} if predicting else {}))
     before = report(trainer)["weights"]
     if dynamic:
-        dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 128, profile=PROFILE)
+        dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 128, profile=PROFILE, **context)
     trainer.train(resume_from_checkpoint=resume)
     found = report(trainer)
     found["changes"] = {name: before[name] - weight for name, weight in found["weights"].items()}

@@ -24,6 +24,7 @@ from tests.workers import Workers
 
 PLAIN: dict[str, dict[str, Any]] = {}
 OURS = (
+    "context",
     "side",
     "makes_inputs",
     "accumulation",
@@ -58,12 +59,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "Trainer": {"plainest": True},
     "padded on the left": {"side": "left", "accumulation": 2},
     "inputs from the collator": {"makes_inputs": True, "side": "left"},
+    "all split": {"context": {"mode": "static", "degree": 3}},
     "adapters": {"lora": True},
     "recomputed": {"gradient_checkpointing": True},
     "fully sharded": {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED},
 }
-CASES = [(way, ranks) for way in WAYS for ranks in (1, 2, 3) if ranks > 1 or "fsdp" not in WAYS[way]]
-QUICK = {("Trainer", 3), ("padded on the left", 2), ("inputs from the collator", 1), ("adapters", 2)}
+LEAST = {"fully sharded": 2, "all split": 3}
+CASES = [(way, ranks) for way in WAYS for ranks in (1, 2, 3) if ranks >= LEAST.get(way, 1)]
+QUICK = {("all split", 3), ("Trainer", 3), ("padded on the left", 2), ("inputs from the collator", 1), ("adapters", 2)}
 
 
 @pytest.mark.parametrize(("way", "ranks"), slow_unless(lambda *case: case in QUICK, CASES))
@@ -71,7 +74,7 @@ def test_a_step_is_that_of_one_plain_process(workers: Workers, tmp_path: Path, w
     options = {**ONE_STEP, "eval_strategy": "no", "untrained": True, **WAYS[way]}
     runs = workers.run(train, ranks, tmp_path, True, options)
     assert_step(runs, plain(workers, tmp_path, options))
-    assert ranks == 1 or max(runs[0]["degrees"]) >= 2
+    assert max(runs[0]["degrees"]) >= min(ranks, 3 if way == "all split" else 2)
 
 
 @pytest.mark.parametrize("number", [1, 3])
