@@ -25,6 +25,7 @@ from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import ImageWork, spread_images
 from longctx.planning.plan import Plan
+from longctx.planning.planners import static
 from longctx.planning.planners.planner import make_plan
 from longctx.training.data import make_planner
 from longctx.training.metrics import model_flops
@@ -132,6 +133,18 @@ def test_times_of_a_ring_are_those_of_the_ranks_that_encode() -> None:
         for work, rank in zip(works, spread_images([w.patches for w in works], [range(degree)] * len(works)), strict=True):
             times[rank] += work.time_ns
         assert encoding.ring_ns(np.arange(6), np.int64(degree)).tolist() == [0, 0, 0, max(times.values()), 0, 0]
+
+
+def test_images_leave_few_static_degrees_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that did not count images would skip none of 64 degrees, and planning would take many times as long."""
+    tried = []
+    own = static.pack_static
+    monkeypatch.setattr(static, "pack_static", lambda step, degree, below: tried.append(degree) or own(step, degree, below))
+    draw = random.Random(7)
+    images = {n: [(tokens, (1, 4, tokens)) for tokens in draw.choices(range(20, 100), k=10)] for n in range(100)}
+    lengths = [sum(tokens for tokens, _ in found) + 100 for found in images.values()]
+    plan = make_plan(lengths, ranks=64, tokens_per_rank=8000, profile=FREE, images=images, tower=SPEED)
+    assert len(tried) <= 8, (tried, plan.winner)
 
 
 @pytest.mark.parametrize("mode", ["auto", "static", "bins"])
