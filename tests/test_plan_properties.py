@@ -117,6 +117,7 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 @settings(max_examples=examples(60), deadline=None)
 @given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]), image_works())
 @example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE, NO_IMAGES)
+@example({"lengths": [9], "ranks": 3, "tokens_per_rank": 9}, H100, NO_PIPELINE, {0: [ImageWork(4, 0, 10**10)] * 3})
 def test_no_static_plan_beats_the_bounds_of_its_degree(
     request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline, images: ImageWorks
 ) -> None:
