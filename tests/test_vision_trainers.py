@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from longctx.data.image_sources import ImagePlace
 from longctx.model.vision import VISION_FAMILIES, weights_of_images
+from longctx.planning.planners.planner import make_plan
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.documents import rows_of
 from longctx.trainers.exchange import Known
@@ -17,8 +19,9 @@ from tests import vision_cases
 from tests.data_cases import placed_plan
 from tests.marks import slow_unless
 from tests.test_trainers import assert_equal
+from tests.test_vision_work import FREE, imbalance, operations
 from tests.trainer_cases import PROFILE
-from tests.vision_trainer_cases import alone, finetune, train
+from tests.vision_trainer_cases import MANY_IMAGES, alone, finetune, plan_with_images, train
 from tests.workers import Workers
 
 
@@ -94,6 +97,21 @@ def test_sft_with_the_collator_of_trl(
     runs = workers.run(finetune, ranks, tmp_path / "ours", model, family, True, options)
     assert_equal(runs, expected)
     assert max(runs[0]["degrees"]) >= 2
+
+
+@pytest.mark.parametrize(("freeze", "share"), [(None, 1.0), (".visual.", 0.0)], ids=["trained", "frozen"])
+def test_a_step_is_balanced_by_the_work_of_images(workers: Workers, tmp_path: Path, freeze: str | None, share: float) -> None:
+    """The busiest rank computes 1.00 times the mean instead of 1.37 times, or 1.25 times if the encoder is frozen."""
+    large = {**vision_cases.CONFIGS["qwen2_5_vl"]["vision_config"], "depth": 16}
+    model = vision_cases.save_model(tmp_path / "model", "qwen2_5_vl", vision_config=large)
+    plans = workers.run(plan_with_images, 3, tmp_path / "run", model, freeze)
+    plan, tower = plans[0]
+    assert len({plan.hash for plan, _ in plans}) == 1
+    document = plan.lengths.index(max(plan.lengths))
+    images = {document: [ImagePlace(start, 80, (1, 16, 20)) for start in MANY_IMAGES]}
+    without = make_plan(plan.lengths, ranks=3, tokens_per_rank=4000, profile=FREE)
+    assert imbalance(operations(plan, images, tower)) < 1.01 < 1.2 < imbalance(operations(without, images, tower))
+    assert tower.trained == share
 
 
 # --- one process, without a group

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
+from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.plan import Plan
 from longctx.trainers import step
 from tests import vision_cases
 from tests.data_cases import placed_plan
 from tests.trainer_cases import PROFILE, arguments, as_rank, report, select_fsdp_on_cpus
 
+MANY_IMAGES, LENGTHS_BESIDE = range(0, 972, 81), [250] * 26
+"""First tokens of the images of a document, and tokens of the texts beside it."""
 STEP = {"optim": "sgd", "learning_rate": 100.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1}
 """One step whose change of the weights is 100 times their gradient."""
 
@@ -97,6 +100,40 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
         name: (before[name] - weight) / STEP["learning_rate"] for name, weight in found.pop("weights").items()
     }
     return found
+
+
+def plan_with_images(folder: Path, model: Path, freeze: str | None) -> tuple[Plan, TowerSpeed]:
+    """Returns the plan of a step with a document of twelve images beside 26 of text, and the encoder that it was made for."""
+    from transformers import Trainer, TrainingArguments
+
+    from longctx.trainers import dynamic_context_parallel
+    from tests.test_vision_work import FREE
+
+    ranks = as_rank()
+    hf = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    for name, weight in hf.named_parameters():
+        weight.requires_grad_(freeze is None or freeze not in name)
+    texts, ids = [torch.arange(length) % 80 for length in LENGTHS_BESIDE], torch.arange(1000) % 80
+    for start in MANY_IMAGES:
+        ids[start : start + 80] = vision_cases.IMAGE
+    data = [{"input_ids": each} for each in [*texts[:13], ids, *texts[13:]]]
+
+    def collate(batch: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        padded = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in batch], batch_first=True, padding_value=95)
+        made = {"input_ids": padded, "labels": padded.masked_fill(padded >= vision_cases.IMAGE, -100)}
+        made["attention_mask"] = (padded != 95).long()
+        if (padded == vision_cases.IMAGE).any():
+            made |= {"pixel_values": torch.randn(12 * 320, 96), "image_grid_thw": torch.tensor([[1, 16, 20]] * 12)}
+        return made
+
+    given = arguments(folder, ranks, 1, **{"eval_strategy": "no", **STEP})
+    given |= {"per_device_train_batch_size": -(-len(data) // ranks), "learning_rate": 1e-3}
+    trainer = Trainer(hf, TrainingArguments(**given), data_collator=collate, train_dataset=data)
+    trainer.model_accepts_loss_kwargs = True
+    dynamic_context_parallel(trainer, tokens_per_rank=4000, profile=FREE)
+    trainer.train()
+    (plan,) = trainer.dynamic.plans
+    return plan, trainer.dynamic.tower
 
 
 def alone(folder: Path, family: str, **options: Any) -> Any:
