@@ -41,8 +41,8 @@ def collator(side: str = "right", model: Any = None) -> Any:
 
 def make(folder: Path, ranks: int, options: dict[str, Any]) -> Any:
     """Returns a trainer. Options: arguments, `plainest` for transformers.Trainer, `lora`, `side` and `makes_inputs` of the
-    collator, `metrics`, `accumulation`, `untrained` for a record without a label, the numbers of `only` some records, and `of`
-    the model."""
+    collator, `metrics`, what they see of logits (`seen`), `accumulation`, `untrained` for a record without a label, the numbers
+    of `only` some records, and `of` the model."""
     from peft import LoraConfig, get_peft_model
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
@@ -53,7 +53,7 @@ def make(folder: Path, ranks: int, options: dict[str, Any]) -> Any:
     model = options.pop("of", None) or build_seq2seq()
     if options.get("predict_with_generate"):
         model.generation_config.no_repeat_ngram_size = 1  # or this model repeats one token
-    only = options.pop("only", None)
+    only, seen = options.pop("only", None), options.pop("seen", None)
     collate = collator(side, model if makes else None)
     if options.pop("lora", False):
         torch.manual_seed(0)
@@ -69,11 +69,12 @@ def make(folder: Path, ranks: int, options: dict[str, Any]) -> Any:
         eval_dataset=records(19, seed=1),
         processing_class=tokenizer(),
         compute_metrics=metrics,
+        preprocess_logits_for_metrics=seen,
     )
 
 
 def train(folder: Path, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and predicts if `options` has `predicting`, with `context` for the planner.
+    """Trains, and predicts if `options` has `predicting`, with `context` for the planner; `evaluating` first.
 
     Steps have the same records on any number of ranks.
     """
@@ -81,11 +82,13 @@ def train(folder: Path, dynamic: bool, options: dict[str, Any]) -> dict[str, Any
 
     ranks, options = as_rank(), dict(options)
     predicting, resume = options.pop("predicting", None), options.pop("resume", None)
-    context = options.pop("context", {})
+    context, evaluating = options.pop("context", {}), options.pop("evaluating", False)
     trainer = make(folder, ranks, options | ({"metrics": predicting} if predicting else {}))
     before = report(trainer)["weights"]
     if dynamic:
         dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 128, profile=PROFILE, **context)
+    if evaluating:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     found = report(trainer)
     found["changes"] = {name: before[name] - weight for name, weight in found["weights"].items()}
@@ -106,3 +109,14 @@ def mean_token(prediction: Any) -> dict[str, float]:
     """A metric of generated tokens and labels."""
     labels = prediction.label_ids
     return {"mean_token": float(np.maximum(prediction.predictions, 0).mean()), "labels": float(labels[labels > 0].mean())}
+
+
+def best_logits(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """What metrics see of logits: a value per row."""
+    best = (logits[0] if isinstance(logits, tuple) else logits).amax(-1)
+    return best.masked_fill(labels == -100, 0).sum(-1)
+
+
+def mean_row(prediction: Any) -> dict[str, float]:
+    """A metric of values of rows."""
+    return {"mean_row": float(prediction.predictions.mean()), "rows": len(prediction.predictions)}

@@ -15,7 +15,7 @@ from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.pairs import TARGETS, rows_of_pairs
 from tests.marks import slow_unless
 from tests.seq2seq_cases import START, build_seq2seq
-from tests.seq2seq_trainer_cases import LENGTHS, ONE_STEP, likelihood, make, mean_token, records, train
+from tests.seq2seq_trainer_cases import LENGTHS, ONE_STEP, best_logits, likelihood, make, mean_row, mean_token, records, train
 from tests.seq2seq_training_cases import records as texts
 from tests.seq2seq_training_cases import save_checkpoint
 from tests.test_trainers import as_rank_alone, assert_equal
@@ -110,6 +110,18 @@ def assert_predictions(runs: list[dict[str, Any]], expected: dict[str, Any]) -> 
         assert np.array_equal(ours.label_ids[kept], labels[wanted]) and ours.predictions.shape == logits.shape
         np.testing.assert_allclose(ours.predictions[kept], logits[wanted], rtol=1e-3, atol=1e-3)
         assert ours.metrics["test_likelihood"] == pytest.approx(expected["predictions"].metrics["test_likelihood"], rel=1e-5)
+
+
+def test_an_evaluation_before_training_and_values_of_rows(workers: Workers, tmp_path: Path) -> None:
+    """An evaluation prepares the model without DDP; of the rows that fill the last batch metrics see no value."""
+    options = {**ONE_STEP, "predicting": mean_row, "seen": best_logits, "prediction_loss_only": False, "evaluating": True}
+    runs, expected = workers.run(train, 2, tmp_path, True, options), plain(workers, tmp_path, options)
+    assert_step(runs, expected)
+    for run in runs:
+        theirs, ours = expected["predictions"], run["predictions"]
+        np.testing.assert_allclose(ours.predictions, theirs.predictions, rtol=1e-4)
+        for name in ("test_loss", "test_mean_row", "test_rows"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, [1, 2, 3]))

@@ -28,6 +28,8 @@ class WholeSteps:
     dynamic: Sharing
     _next: tuple[Iterator[Any], Future[Share]] | None = None
     """Batches of an epoch, and the step that is being shared from them while the one before runs."""
+    _gathers_loss = False
+    """Whether the loss of a batch is what the trainer gathers next."""
 
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -45,6 +47,8 @@ class WholeSteps:
     def train(self: Any, *arguments: Any, **named: Any) -> Any:
         own: Any = super()  # the trainer
         self._next = None
+        if not self.is_fsdp_enabled:  # an evaluation has prepared the model without DDP, and accelerate would leave it so
+            self.model._is_accelerate_prepared = False
         output = own.train(*arguments, **named)
         if self._next is not None:
             self._next[1].exception()  # the step after the last one is shared, too: other ranks may wait for it
@@ -68,6 +72,7 @@ class WholeSteps:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Returns the loss over the documents of all ranks, and logits and labels of this rank's rows if they are asked for."""
         labels, logits = inputs.get("labels"), []
+        self._gathers_loss = labels is not None or prediction_loss_only
         generates = hasattr(self, "_pad_tensors_to_max_len") and self.args.predict_with_generate  # Seq2SeqTrainer
         if generates and not prediction_loss_only:
             loss = None if labels is None else self.prediction_step(model, inputs, True)[0]
@@ -100,7 +105,12 @@ class WholeSteps:
         """Leaves out rows that repeat others, which have no values here; Seq2SeqTrainer would keep them. Losses stay."""
         own: Any = super()
         every, once = self.gather_function, self.accelerator.gather_for_metrics
-        self.gather_function = lambda values: (every if torch.is_tensor(values) and values.dim() == 1 else once)(values)
+
+        def gathered(values: Any) -> Any:
+            of_loss, self._gathers_loss = self._gathers_loss, False
+            return (every if of_loss else once)(values)
+
+        self.gather_function = gathered
         return own.evaluation_loop(*arguments, **named)
 
     def _draw(self: Any, epoch_iterator: Iterator[Any], num_batches: int) -> None:
