@@ -30,8 +30,8 @@ class Mask:
         sinks: number of first tokens of a document that are visible (with `causal`, to later tokens) outside the window too.
         prefix: {document: tokens}, with the document's index in the plan: number of first tokens (a prompt) that see each other
             in both directions, regardless of the window.
-        blocks: {document: spans of tokens}: tokens of a span (an image) also see all later tokens of the span, regardless of
-            the window.
+        blocks: {document: spans of tokens, ascending}: tokens of a span (an image) also see all later tokens of the span,
+            regardless of the window.
         hidden: {document: spans of tokens, ascending}: tokens that no token sees, not even they themselves.
     """
 
@@ -57,6 +57,9 @@ class Mask:
             )
         if any(self.blocks.values()) and (not self.causal or self.sinks or any(self.prefix.values())):
             raise MaskError("blocks are given with causal=False, sinks or prefix, which do not go together: leave these out")
+        for spans in (*self.blocks.values(), *self.hidden.values()):
+            if (ends := [0, *(end for span in spans for end in span)]) != sorted(ends):
+                raise MaskError(f"spans of a document are {list(spans)}: give each as (start, stop), ascending and disjoint")
 
     def areas(self, document: int, length: int) -> list[Segment]:
         """Returns disjoint areas of (query, key) positions that cover exactly what is visible in a document."""

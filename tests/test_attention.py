@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention, ring_pass
 from longctx.attention.inputs import AttentionInputError
 from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, Options, choose_kernel, contract, cpu
+from longctx.attention.masks import MaskError
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
 from tests.attention_cases import Case, gather, run_case
@@ -465,3 +466,11 @@ def test_kernels_are_chosen_by_the_sizes_of_a_call(monkeypatch: pytest.MonkeyPat
     run_case(case)
     padded = 43 + 128 * (2 * 2 + 1)
     assert asked == {padded * 2 * 8}
+
+
+@pytest.mark.parametrize("spans", [((5, 8), (1, 3)), ((8, 5),), ((-3, 2),), ((5, 8), (7, 9))])
+def test_spans_of_masks_are_ascending(spans: tuple[tuple[int, int], ...]) -> None:
+    """Others would be areas that overlap."""
+    for name in ("blocks", "hidden"):
+        with pytest.raises(MaskError, match=r"spans of a document are .*: give each as \(start, stop\), ascending"):
+            Mask(**{name: {0: spans}})  # type: ignore[arg-type]
