@@ -425,10 +425,20 @@ def test_documents_that_trl_has_cut_are_counted(tmp_path: Path, capsys: pytest.C
     restore(ours)
 
 
-def test_fields_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("token_type_ids", "the data collator returns token_type_ids, which splitting documents would lose"),
+        ("attention_mask", "attention_mask leaves out tokens between others in row 0"),
+    ],
+)
+def test_what_would_be_lost_of_a_batch_is_refused(tmp_path: Path, name: str, message: str) -> None:
     ours = trainer(tmp_path)
     collate = ours.data_collator
-    ours.data_collator = lambda rows: {**collate(rows), "token_type_ids": torch.zeros(1)}
+    ours.data_collator = lambda rows: {
+        **(batch := collate(rows)),
+        name: (torch.arange(batch["labels"].shape[1]) != 3).expand(len(rows), -1),
+    }
     dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
-    with pytest.raises(TrainerError, match="the data collator returns token_type_ids, which splitting documents would lose"):
+    with pytest.raises(TrainerError, match=message):
         ours.train()

@@ -55,7 +55,7 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
     number of documents of each under `ROWS`. Rows are cut into documents by `position_ids`. `vision` is the model of
     transformers if it reads images; rows of a batch with images or videos have one document each.
 
-    Raises TrainerError for a batch without labels, or with fields that would be lost.
+    Raises TrainerError for a batch without labels, with fields that would be lost, or with holes in its mask.
     """
     refuse_lost_fields(batch, (*OF_TOKENS, *OF_PACKING, *(fields_of_images(vision) if vision is not None else ())))
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
@@ -64,6 +64,8 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and mask.dim() != 2:
         raise TrainerError(f"attention_mask has {mask.dim()} axes: return one of [rows, tokens], or position_ids")
+    if mask is not None and positions is None:
+        spans_of_mask("attention_mask", mask)
     rows = []
     for row in range(len(ids)):
         kept = slice(None) if mask is None else _array(mask[row]).astype(bool)
@@ -79,6 +81,17 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
         return rows
     documents = itertools.chain.from_iterable(rows)
     return [list(itertools.islice(documents, count)) for count in counts.tolist()]
+
+
+def spans_of_mask(name: str, mask: torch.Tensor) -> list[Span]:
+    """Returns the columns of every row that a mask keeps. Raises TrainerError if there are others between them."""
+    spans = []
+    for row, kept in enumerate(_array(mask)):
+        at = np.flatnonzero(kept)
+        spans.append((int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0))
+        if len(at) != spans[-1][1] - spans[-1][0]:
+            raise TrainerError(f"{name} leaves out tokens between others in row {row}: only padding can be removed")
+    return spans
 
 
 def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:

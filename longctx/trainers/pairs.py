@@ -14,7 +14,7 @@ import torch
 
 from longctx.data import IGNORED_LABEL
 from longctx.planning.layout import Span
-from longctx.trainers.documents import Document, Ids, refuse_lost_fields
+from longctx.trainers.documents import Document, Ids, refuse_lost_fields, spans_of_mask
 from longctx.trainers.refusals import TrainerError
 
 TARGETS = "spans_of_targets"
@@ -93,7 +93,7 @@ def columns_of(rows: Sequence[Sequence[Document]], like: torch.Tensor) -> torch.
 
 def _sources(batch: Mapping[str, Any], ids: torch.Tensor, hf: Any) -> list[Span]:
     if batch.get("attention_mask") is not None:
-        return _spans("attention_mask", batch["attention_mask"])
+        return spans_of_mask("attention_mask", batch["attention_mask"])
     if bool((ids == hf.get_encoder().config.pad_token_id).any()):
         raise TrainerError("sources have padding, but the data collator returns no attention_mask: return it")
     return [(0, ids.shape[1])] * len(ids)
@@ -101,19 +101,8 @@ def _sources(batch: Mapping[str, Any], ids: torch.Tensor, hf: Any) -> list[Span]
 
 def _targets(batch: Mapping[str, Any], labels: torch.Tensor) -> list[Span]:
     if batch.get("decoder_attention_mask") is not None:
-        return _spans("decoder_attention_mask", batch["decoder_attention_mask"])
+        return spans_of_mask("decoder_attention_mask", batch["decoder_attention_mask"])
     return [(0, labels.shape[1])] * len(labels) if batch.get(TARGETS) is None else batch[TARGETS].tolist()
-
-
-def _spans(name: str, mask: torch.Tensor) -> list[Span]:
-    """Returns the columns of every row that a mask keeps."""
-    spans = []
-    for row, kept in enumerate(_array(mask)):
-        at = np.flatnonzero(kept)
-        spans.append((int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0))
-        if len(at) != spans[-1][1] - spans[-1][0]:
-            raise TrainerError(f"{name} leaves out tokens between others in row {row}: only padding can be removed")
-    return spans
 
 
 def _hidden(row: int, tokens: Ids, config: Any) -> tuple[Span, ...]:
