@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec, PassFlops
 from longctx.planning.hardware_profile import ProfileError
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
@@ -17,6 +17,11 @@ COLLECTIVES = 4
 """Tensor parallel collectives per block and direction: before and after attention, before and after the MLP."""
 SEGMENTS, STATE_BYTES = 2, 4
 """Segments of a document per rank, a head and a tail, and bytes per value of their states, which are float32."""
+FLOAT32 = {"bfloat16": 15, "float32": 1}
+"""Time of an operation in float32, in which linear attention scans, relative to the dtype of the matrices. Data sheets of A100,
+H100 and H200 say 15 to 16, without TF32."""
+LINEAR_EXCHANGES = 2
+"""Exchanges of linear attention per pass: the rows before a convolution, and states."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class RankWork:
     Attributes:
         layers: number of blocks.
         weights: number of parameters of all matrices, including experts that a token does not use.
-        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes.
+        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes. Scans of
+            linear attention count as the parameters that take as long.
         attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention; twice that if it is not causal.
         kv_bytes: bytes of K and V exchanged per token, over all layers and passes.
         tensor: tensor-parallel size.
@@ -38,6 +44,8 @@ class RankWork:
         expert_ranks: number of ranks that hold each expert once.
         expert_bytes: bytes received per token that travels to experts of other ranks, and back.
         state_bytes: bytes of states that a rank receives from another of a ring, over all layers and passes.
+        split: parameters that tokens of documents on several ranks are multiplied with beside, as `computed`.
+        exchanges: number of layers that exchange K and V, and those of linear attention by how often they exchange.
     """
 
     layers: int
@@ -54,6 +62,8 @@ class RankWork:
     expert_ranks: int = 1
     expert_bytes: float = 0.0
     state_bytes: float = 0.0
+    split: float = 0.0
+    exchanges: float = 0.0
 
 
 def work_of(
@@ -88,6 +98,9 @@ def work_of(
     decoder, share = attending[spec.encoder_layers :], 2 if spec.encoder_layers else 1
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
     element_bytes, passes = ELEMENT_BYTES[dtype], 3 + again - keep_kv
+    linear, linear_passes = [layer for layer in layers if layer.state_size], 2 + (recompute != "none")
+    scan = FLOAT32[dtype] * _scanned([layer.scan_flops for layer in linear], recompute)
+    split = FLOAT32[dtype] * _scanned([layer.split_flops for layer in linear], recompute)
     kv_bytes = sum(
         kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes)
         for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
@@ -95,7 +108,7 @@ def work_of(
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
-        computed=_computed(spec, layers, head, recompute) / tensor / share,
+        computed=(_computed(spec, layers, head, recompute) + scan) / tensor / share,
         # Profiles need positive constants, also for models without softmax attention.
         attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
         kv_bytes=max(1, kv_bytes // share),
@@ -107,7 +120,9 @@ def work_of(
         expert_weights=experts / expert_ranks,
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
-        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in layers) * (2 + (recompute != "none")),
+        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in linear) * linear_passes,
+        split=split / tensor,
+        exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
     )
 
 
@@ -134,6 +149,12 @@ def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute
     if not spec.adapted:
         frozen = sum(layer.frozen_matrices - layer.frozen_idle for layer in layers) + head * spec.frozen_head
     return in_blocks + head + repeated / 3 - frozen / 3
+
+
+def _scanned(scans: Sequence[PassFlops], recompute: str) -> float:
+    """Returns the parameters whose products are as many as those of scans, of which some modes repeat the forward."""
+    again = recompute in ("selective", "full")
+    return sum(forward * (1 + again) + backward for forward, backward in scans) / 6
 
 
 def _tensor_bytes(layers: int, hidden_bytes: int, recompute: str, tensor: int) -> float:
