@@ -13,6 +13,7 @@ from longctx.attention.linear.huggingface import ARGUMENT, LayerRecurrence, line
 from longctx.attention.linear.recurrence import Recurrence
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.linear_costs import TOKENS, _solve_flops
+from longctx.parallel.recompute import _recomputed
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_FLOPS, ModelSpec
 from longctx.planning.cost.work import FLOAT32, work_of
@@ -23,6 +24,7 @@ from tests.family_cases import build
 
 KINDS = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
 CHUNK, LANE = 64, 16
+SOLVING = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
 
 
 def spec_and_layer(kind: str) -> tuple[ModelSpec, int, Any]:
@@ -69,6 +71,13 @@ def test_a_scan_takes_the_operations_that_follow_from_its_sizes(kind: str) -> No
         assert 0.2 * forward < found.split_flops.forward < forward
 
 
+def scanned(counter: FlopCounterMode) -> int:
+    """Returns the operations of products of batches and of triangular systems."""
+    return sum(
+        count for name, count in counter.get_flop_counts()["Global"].items() if "bmm" in str(name) or "solve" in str(name)
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_counts_as_many_operations_in_the_layer(kind: str) -> None:
     """In forward and backward, with gradients of all weights. Elementwise operations are left out, and convolutions,
@@ -78,13 +87,33 @@ def test_torch_counts_as_many_operations_in_the_layer(kind: str) -> None:
     replace_functions(sys.modules[type(layer).__module__])
     layer, x = layer.to("meta"), torch.empty(1, tokens, spec.hidden_size, requires_grad=True, device="meta")
     given = {ARGUMENT: LayerRecurrence(Recurrence(Layout.of([Placement(0, 0, 1)], [tokens], 0, 0)), None)}
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.linalg_solve_triangular: _solve_flops}) as counter:
+    with FlopCounterMode(display=False, custom_mapping=SOLVING) as counter:
         layer.forward(x, **given).sum().backward()
     weights = sum(each.numel() for each in layer.parameters() if each.dim() == 2)
     counts = counter.get_flop_counts()["Global"]
     found = sum(count for name, count in counts.items() if "convolution" not in str(name))
     assert found == pytest.approx(tokens * (6 * weights + sum(spec.layers[number].scan_flops)), rel=0.03)
     assert sum(spec.layers[number].scan_flops) > 0.1 * 6 * weights
+
+
+def test_recomputation_repeats_the_forward_where_estimates_say_so() -> None:
+    """Modes selective and full do. The others keep its products, and repeat triangular systems alone."""
+    _, _, layer = spec_and_layer("qwen3_next")
+    layer = layer.to("meta")
+    replace_functions(sys.modules[type(layer).__module__])
+    backward, forward = {}, 0
+    for mode in ("none", "norms", "mlp", "selective", "full"):
+        run = layer.forward if mode == "none" else _recomputed(layer.forward, mode)
+        x = torch.empty(1, CHUNK, layer.hidden_size, requires_grad=True, device="meta")
+        given = {ARGUMENT: LayerRecurrence(Recurrence(Layout.of([Placement(0, 0, 1)], [CHUNK], 0, 0)), None)}
+        with FlopCounterMode(display=False, custom_mapping=SOLVING) as first:
+            out = run(x, **given)
+        with FlopCounterMode(display=False, custom_mapping=SOLVING) as second:
+            out.backward(torch.empty_like(out))
+        forward, backward[mode] = scanned(first), scanned(second)
+    heads, k, v = heads_of(layer)
+    assert backward["norms"] == backward["mlp"] == backward["none"] + heads * CHUNK**2 * (k + v)
+    assert backward["selective"] == backward["full"] == backward["none"] + forward
 
 
 def test_estimates_and_the_utilisation_count_the_scans() -> None:
