@@ -27,20 +27,20 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
 
 
-def largest_error(store: Path, run: Path, settings: list[str]) -> float:
-    """Returns the largest difference from weights that torch's optimizers make of the same ten gradients on one process."""
+def largest_error(store: Path, run: Path, settings: list[str], steps: int = 10) -> float:
+    """Returns the largest difference from weights that torch's optimizers make of the same gradients on one process."""
     trainer = start(store, run, settings)
     trainer.loader.close()
     model, section = trainer.model, trainer.config.optimizer
     before = {name: whole(weight) for name, weight in model.named_parameters()}
-    for step, rate in enumerate(RATES):
+    for step, rate in enumerate(RATES[:steps]):
         for name, weight in model.named_parameters():
             made = gradient(name, step, weight.shape)
             weight.grad = distribute_tensor(made, weight.device_mesh, weight.placements, src_data_rank=None)
         set_learning_rate(trainer.optimizer, rate)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-    require_same_copies(model, 10, trainer.mesh.control)
+    require_same_copies(model, steps, trainer.mesh.control)
     after = {name: whole(weight) for name, weight in model.named_parameters()}
     counts = {
         f"{path}.{name}": module.count * (1 if trainer.mesh.experts is None else trainer.mesh.experts.size(0))
@@ -48,12 +48,14 @@ def largest_error(store: Path, run: Path, settings: list[str]) -> float:
         if isinstance(module, Experts)
         for name, _ in module.named_parameters()
     }
-    expected = torch_alone(before, counts, section)
+    expected = torch_alone(before, counts, section, steps)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     return max(float((after[name] - expected[name]).abs().max()) for name in before)
 
 
-def torch_alone(before: dict[str, torch.Tensor], counts: dict[str, int], section: OptimizerSection) -> dict[str, torch.Tensor]:
+def torch_alone(
+    before: dict[str, torch.Tensor], counts: dict[str, int], section: OptimizerSection, steps: int
+) -> dict[str, torch.Tensor]:
     """Returns the weights that torch's own optimizers make on one process; `counts` are numbers of stacked experts."""
     parts = {
         name: [nn.Parameter(part.clone()) for part in weight.chunk(counts.get(name, 1))] for name, weight in before.items()
@@ -77,7 +79,7 @@ def torch_alone(before: dict[str, torch.Tensor], counts: dict[str, int], section
         decay = section.weight_decay
         muon = torch.optim.Muon(matrices, weight_decay=decay, momentum=section.momentum, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
-    for step, rate in enumerate(RATES):
+    for step, rate in enumerate(RATES[:steps]):
         for name, parameters in parts.items():
             for parameter, part in zip(
                 parameters, gradient(name, step, before[name].shape).chunk(len(parameters)), strict=True

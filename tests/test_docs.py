@@ -113,7 +113,8 @@ def why_not_run(command: list[str]) -> str:
     if re.search(r"--processes 8|--nproc-per-node 8|-node 4|--nnodes", text):
         return "more devices than two cores"
     if re.search(
-        r"smollm2|modernbert|examples/recipes/|--tokenizer \w+-?\w*/|runs/(?:mine|extended) (OUT|--needle|--store)|generate",
+        r"smollm2|modernbert|examples/recipes/|--tokenizer \w+-?\w*/|generate"
+        r"|runs/(?:mine|extended|summaries) (OUT|--needle|--store)",
         text,
     ):
         return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py, test_encoders.py and test_generate.py run it"

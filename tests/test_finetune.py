@@ -438,15 +438,19 @@ def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, t
     transformers.AutoModelForCausalLM.from_pretrained(out / "export")
 
 
-def test_settings_can_be_made_without_training(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
+def test_settings_can_be_made_without_training(
+    checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The steps cover an epoch, the longest conversation fits, and `longctx train` reads the file."""
     from longctx.config import load
 
     out = tmp_path / "run"
-    given = [str(checkpoint), str(conversations), "--out", str(out), "--processes", "2", "--prepare-only", "--epochs", "2"]
+    given = [str(checkpoint), str(conversations), "--out", str(out), "--processes", "2", "--dry-run", "--epochs", "2"]
     assert main(["finetune", *given, "--optimizer.weight_decay=0.5"]) == 0
     config = load(out / "finetune.yaml", world_size=2)
     assert config.optimizer.weight_decay == 0.5 and config.checkpoint.export == out / "export"
+    shown = capsys.readouterr().out
+    assert "dry run on 2 ranks" in shown and "memory: peak" in shown and shown.endswith("--processes 2 --resume-if-any\n")
     total = int(json.loads((out / "store" / "manifest.json").read_text())["tokens"])
     assert config.train.steps * config.batch.global_tokens == pytest.approx(2 * total, rel=0.5)
 

@@ -7,14 +7,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForSeq2SeqLM
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM
 
-from longctx import make_plan
 from longctx.attention.huggingface import HuggingFaceError
 from longctx.cli import main
 from longctx.config import ConfigError, load
@@ -28,15 +26,13 @@ from longctx.errors import UserError
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import pretrained
-from longctx.planning.cost.model import attention_pairs
 from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.plan import PlanError
 from longctx.tokenizer_files import copy, find
 from longctx.training.checks import check_model
 from longctx.training.data import RunData, first_plans
 from longctx.training.metrics import model_flops
 from longctx.training.validation import Documents
-from tests.data_cases import PROFILE, written
+from tests.data_cases import written
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless
 from tests.pretrained_cases import assert_step, largest_error
@@ -266,23 +262,6 @@ def test_sources_and_summaries_are_prompts_of_causal_models(tmp_path: Path) -> N
 def read_record(record: dict[str, Any]) -> tuple[Any, ...]:
     (document,) = parse_record(record, "name", 1.0, None)
     return document.text, document.messages, document.first_trained
-
-
-def test_plans_count_the_attention_of_encoder_and_decoder() -> None:
-    """In pairs of a query and a key: all of the source, half of the target, all of both."""
-    pairs = attention_pairs(np.array([30, 7]), {}, (10, 6), 1.5)
-    assert pairs.tolist() == [2 * (1.5 * 100 + 200 + 10 * 20), 2 * (1.5 * 36 + 0.5 + 6)]
-    options = {"ranks": 4, "tokens_per_rank": 4000, "profile": PROFILE}
-    plan = make_plan([4000, 4000, 500], sources=[3900, 100, 400], **options)
-    assert plan.sources == (3900, 100, 400) and plan.hash != make_plan([4000, 4000, 500], **options).hash
-    longest = [
-        make_plan([60_000], sources=[source], ranks=64, tokens_per_rank=60_000, profile=PROFILE) for source in (1, 59_999)
-    ]
-    assert longest[1].makespan_s > longest[0].makespan_s
-    with pytest.raises(PlanError, match="document 1 has 5 tokens, 5 of the source"):
-        make_plan([4, 5], sources=[1, 5], **options)
-    with pytest.raises(PlanError, match="1 sources and 0 trees, but 2 documents"):
-        make_plan([4, 5], sources=[1], **options)
 
 
 def test_operations_are_those_that_torch_counts(base: Path) -> None:

@@ -493,9 +493,11 @@ def test_dry_run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(["train", *arguments, "--gpus", "64", "--context.profile=h100-nvlink-ib"]) == 0
     said = capsys.readouterr().out
     assert "dry run on 64 ranks of CPUs, as no GPU is here (--train.device cuda plans for GPUs)\n" in said
-    assert "best static" in said and "(longer ones: split)" in said
-    assert main(["train", *arguments, "--gpus", "64", "--context.profile=h100-nvlink-ib", "--train.device=cuda"]) == 0
-    assert "dry run on 64 ranks\n" in capsys.readouterr().out
+    assert "best static" in said and "(longer ones: split)" in said and "few for" not in said
+    large = ["--context.profile=h100-nvlink-ib", "--train.device=cuda", "--model.preset=llama-3.2-1b"]
+    assert main(["train", *arguments, "--gpus", "64", *large]) == 0
+    said = capsys.readouterr().out
+    assert "dry run on 64 ranks\n" in said and "entries, few for 1.0B parameters: prepare the data by" in said
     assert "--gpus is 0" in refusal(capsys, *arguments, "--gpus", "0")
     assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--gpus", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]

@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prepare-only", action="store_true", help="write the store and the settings, and print the command to train"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="the same, and plan the first steps for --processes, print the plans and the memory estimate",
+    )
     prepare.add_data_arguments(parser)
     parser.set_defaults(tokenizer=None)
     parser.epilog = (
@@ -77,7 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_pairs(config, data)
     settings = out / "finetune.yaml"
     settings.write_text(config.to_yaml(), "utf-8")
-    if arguments.prepare_only:
+    if arguments.dry_run:
+        from longctx.commands.dry_run import dry_run
+
+        dry_run(config, ranks)
+    if arguments.dry_run or arguments.prepare_only:
         print(f"to train: longctx train {shell(settings)} --processes {ranks} --resume-if-any")
         return 0
     print(_summary(config, store, ranks), flush=True)

@@ -216,10 +216,10 @@ def _folder(source: str) -> Path:
 
         return Path(snapshot_download(source, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
     except Exception as error:  # network, hub and file system may raise anything
-        why = " ".join(str(error).split())[:200]
+        why = (str(error).strip() or "no reason given").splitlines()[0]
         raise PretrainedError(
             f"{source} is not a local folder, and cannot be downloaded from the hub ({type(error).__name__}: {why}): check "
-            "the name, or give the folder of a downloaded checkpoint"
+            f"the name, or run `hf download {source} --local-dir FOLDER` where the hub can be reached, and give FOLDER"
         ) from error
 
 

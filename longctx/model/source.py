@@ -43,7 +43,13 @@ class ModelSource(Protocol):
 
 
 def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
-    """Returns the log lines on a run's model, requested as `name`, and its longest document; none for new weights."""
+    """Returns the log lines on a run's model, requested as `name` (None: new weights), and its longest document."""
+    spec = source.spec
+    if name is None and spec.vocab_size is not None and spec.vocab_size < FEW_ENTRIES and spec.parameters > MANY_PARAMETERS:
+        return [
+            f"warning: the tokenizer of the store has {spec.vocab_size:,} entries, few for {spec.parameters / 1e9:.1f}B "
+            "parameters: prepare the data by that of such a model (longctx prepare --tokenizer)"
+        ]
     lines = [f"{name}: {source.said}"] if source.said else []
     if source.files is not None and source.files.added:
         lines.append(
@@ -89,6 +95,8 @@ Rope = tuple[tuple[str, Any], ...]
 """RoPE settings that replace those of a checkpoint, see `context_extension`."""
 
 
+FEW_ENTRIES, MANY_PARAMETERS = 16_384, 500_000_000
+"""Entries of a vocabulary that are few for a new model of so many parameters."""
 UNSPLIT = "set parallel.tensor_parallel_size, parallel.pipeline_parallel_size and parallel.expert_parallel_size to 1"
 
 

@@ -15,6 +15,7 @@ from longctx.errors import UserError
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import ImageWorks
 from longctx.planning.layout import CrossLayout, Layout, Placement
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.tree import Trees
 
@@ -68,6 +69,7 @@ class Plan:
         planning_ms: planning time in milliseconds; not part of the hash.
         trees: documents that are trees, by document.
         sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; else empty.
+        parts: what tokens of sources and of targets cost.
         images: work of the images of documents, by document, if the planner knows their encoder.
     """
 
@@ -83,6 +85,7 @@ class Plan:
     planning_ms: float = 0.0
     trees: Trees = field(default_factory=dict, hash=False)
     sources: tuple[int, ...] = ()
+    parts: PartCosts = EQUAL_PARTS
     images: ImageWorks = field(default_factory=dict, hash=False)
 
     @property
@@ -162,6 +165,6 @@ class Plan:
             "pipeline": asdict(self.pipeline),
             "planning_ms": self.planning_ms,
             **({"trees": {str(document): asdict(tree) for document, tree in self.trees.items()}} if self.trees else {}),
-            **({"sources": list(self.sources)} if self.sources else {}),
+            **({"sources": list(self.sources), "parts": self.parts._asdict()} if self.sources else {}),
             **({"images": {str(document): list(works) for document, works in self.images.items()}} if self.images else {}),
         }

@@ -166,7 +166,7 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
         bins=None if static else context.bins,
         max_remote_tokens=context.max_remote_tokens,
         pipeline=config.pipeline,
-        encoder_attention=spec.encoder_attention,
+        parts=spec.parts,
         tower=tower_speed(spec, config, profile),
     )
 

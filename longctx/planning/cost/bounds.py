@@ -14,9 +14,9 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers, largest_shards
+from longctx.planning.cost.amounts import Amounts
 from longctx.planning.cost.model import (
     NANOSECONDS,
-    Floats,
     StepTimes,
     attention_ns,
     exposed_ns,
@@ -47,17 +47,17 @@ def plan_cost(
     lengths: Integers,
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
-    pairs: Floats | None = None,
+    amounts: Amounts | None = None,
     encoding_ns: int = 0,
 ) -> PlanCost:
-    """Returns the modelled cost of a scored assignment together with the lower bound; `pairs` as in `cost.model`.
+    """Returns the modelled cost of a scored assignment together with the lower bound; `amounts` as in `cost.model`.
 
     `encoding_ns`, here and below: nanoseconds of all images.
     """
     ranks = timed.time.shape[1]
     return PlanCost(
         makespan_s=timed.makespan_ns / NANOSECONDS,
-        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline, pairs, encoding_ns) / NANOSECONDS,
+        lower_bound_s=step_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline, amounts, encoding_ns) / NANOSECONDS,
         exposed_share=timed.exposed_share,
         idle_share=timed.idle_share,
         bubble_share=timed.bubble_ns / max(1, timed.makespan_ns),
@@ -70,7 +70,7 @@ def step_bound_ns(
     ranks: int,
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
-    pairs: Floats | None = None,
+    amounts: Amounts | None = None,
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly spread, on a free network.
@@ -79,7 +79,7 @@ def step_bound_ns(
     pipeline with K micro-batches the longest takes at least 1/K of all work, and K is at most the number of documents.
     """
     least = -(-lengths // tokens_per_rank)
-    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank, pairs, encoding_ns)
+    bound = even_work_bound_ns(profile, lengths, least, ranks, tokens_per_rank, amounts, encoding_ns)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     return bound + bubble_bound_ns(profile, pipeline, bound, launches, len(lengths))
 
@@ -106,12 +106,14 @@ def even_work_bound_ns(
     degrees: Integers,
     ranks: int,
     tokens_per_rank: int,
-    pairs: Floats | None = None,
+    amounts: Amounts | None = None,
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
+    pairs, products = (None, None) if amounts is None else (amounts.pairs, amounts.products)
     attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, pairs)).astype(np.int64)
-    linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
+    tokens = lengths if products is None else lengths + products
+    linear = np.floor(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
     return fixed + (int(attention.sum()) + int(linear.sum()) + encoding_ns) // ranks
 

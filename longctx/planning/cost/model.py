@@ -6,19 +6,17 @@ makespan is never below its bound. Every rank of a ring pays for attention, even
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
+from longctx.planning.cost.amounts import Amounts, Floats
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.tree import Trees
 
-Floats = NDArray[np.float64]
 NANOSECONDS = 1_000_000_000
 
 
@@ -67,22 +65,6 @@ def log2(x: Floats) -> Floats:
     return result
 
 
-def attention_pairs(lengths: Integers, trees: Trees, sources: Sequence[int] = (), encoder_attention: float = 1.0) -> Floats:
-    """Returns the attention area of every document: its length squared, or that of its tree (`Tree.pairs`).
-
-    With `sources`, a decoder's attention to its n tokens counts n², to a source of s tokens 2·n·s, and the encoder's, in both
-    directions, 2·s², times its size relative to the decoder's.
-    """
-    s = lengths.astype(np.float64)
-    pairs: Floats = s * s
-    if sources:
-        read = np.array(sources, dtype=np.float64)
-        pairs = (s - read) * (s + read) + 2 * encoder_attention * read * read
-    for document, tree in trees.items():
-        pairs[document] = tree.pairs
-    return pairs
-
-
 def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, pairs: Floats | None = None) -> Integers:
     """Returns the attention time per rank in nanoseconds for documents of `lengths` at `degrees`; `pairs` as below."""
     result: Integers = np.ceil(whole_ring_attention_ns(profile, lengths, degrees, pairs) / degrees).astype(np.int64)
@@ -94,7 +76,7 @@ def whole_ring_attention_ns(
 ) -> Floats:
     """Returns the attention time summed over the ranks of each ring, in nanoseconds, unrounded.
 
-    `pairs`: attention area of every document, see `attention_pairs`; None, here and elsewhere: no document is a tree.
+    `pairs`: attention area of every document (see `Amounts`); None: its length squared.
     """
     s = lengths.astype(np.float64)
     area = s * s if pairs is None else pairs
@@ -103,13 +85,23 @@ def whole_ring_attention_ns(
     return result
 
 
-def linear_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
+def linear_ns(profile: HardwareProfile, tokens: Integers | Floats) -> Integers:
     """Returns the time in nanoseconds of everything except attention for `tokens` on one rank."""
     result: Integers = np.ceil(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
     return result
 
 
-def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> tuple[Integers, Integers]:
+def beyond_ns(profile: HardwareProfile, amounts: Amounts | None, degrees: Integers) -> Integers | int:
+    """Returns the time in nanoseconds, per rank of each ring, of matrices that lengths do not show; it may be negative."""
+    return 0 if amounts is None or amounts.products is None else linear_ns(profile, amounts.products / degrees)
+
+
+def keys_of(lengths: Integers, amounts: Amounts | None) -> Integers | Floats:
+    """Returns the tokens whose K and V each document exchanges."""
+    return lengths if amounts is None or amounts.keys is None else amounts.keys
+
+
+def mate_ns(profile: HardwareProfile, lengths: Integers | Floats, degrees: Integers) -> tuple[Integers, Integers]:
     """Returns the time to exchange K and V of a document with one peer of its ring: in the same node, in another node."""
     size = lengths / degrees * profile.kv_bytes_per_token * NANOSECONDS
     intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
@@ -144,7 +136,7 @@ def alone_ns(
     offset: Integers | None = None,
     *,
     round_price: float = 0.0,
-    pairs: Floats | None = None,
+    amounts: Amounts | None = None,
     encoding: Integers | None = None,
 ) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
@@ -153,14 +145,14 @@ def alone_ns(
     several documents takes at most the sum of their times. `round_price`: see `exposed_ns`; `encoding`: nanoseconds of the
     images on the rank that has most of them.
     """
-    attention = attention_ns(profile, lengths, degrees, pairs)
+    attention = attention_ns(profile, lengths, degrees, None if amounts is None else amounts.pairs)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
-    intra, inter = mate_ns(profile, lengths, degrees)
+    intra, inter = mate_ns(profile, keys_of(lengths, amounts), degrees)
     inside, _ = gather_ns(profile, degrees, most, intra, inter)
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
     latency, waited = latency_ns(profile)
     exchange, shards = latency + np.maximum(inside, across), largest_shards(lengths, degrees)
-    linear = linear_ns(profile, shards)
+    linear = linear_ns(profile, shards) + beyond_ns(profile, amounts, degrees)
     near, far = state_ns(profile)
     states = waited + np.maximum((most - 1) * near, (degrees - fewest) * far) + split_ns(profile, shards)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price) + states
@@ -275,17 +267,19 @@ def score(
     pipeline: Pipeline = NO_PIPELINE,
     *,
     round_price: float = 0.0,
-    pairs: Floats | None = None,
+    amounts: Amounts | None = None,
     encoding: EncodingTimes = NO_ENCODING,
 ) -> StepTimes:
     """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see `exposed_ns`."""
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
-    of_documents = attention_ns(profile, lengths, a.degree, pairs)
+    of_documents = attention_ns(profile, lengths, a.degree, None if amounts is None else amounts.pairs)
     attention = spread(of_documents, a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
-    exchange = exchange_ns(profile, lengths, a, shape)
+    if amounts is not None and amounts.products is not None:
+        linear += spread(np.asarray(beyond_ns(profile, amounts, a.degree)), a.micro_batch, a.first_rank, stop, shape)
+    exchange = exchange_ns(profile, keys_of(lengths, amounts), a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
     exposed += states_ns(profile, lengths, a, shape)
     of_images = encoding.ring_ns(np.arange(len(lengths)), a.degree)
@@ -295,7 +289,7 @@ def score(
     return StepTimes(time, exposed, of_documents, images, launch_ns, step_ns, pipeline)
 
 
-def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
+def exchange_ns(profile: HardwareProfile, lengths: Integers | Floats, a: Assignment, shape: tuple[int, int]) -> Integers:
     """Returns the time of every rank's exchange of K and V in every micro-batch, an array of `shape` in nanoseconds."""
     rings = np.flatnonzero(a.degree > 1)
     one_peer, (latency, _) = mate_ns(profile, lengths[rings], a.degree[rings]), latency_ns(profile)

@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
-from longctx.planning.cost.model import Floats, StepTimes, attention_pairs, linear_ns, mate_ns, ring_parts, score, states_ns
+from longctx.planning.cost.amounts import Amounts, Floats
+from longctx.planning.cost.model import StepTimes, keys_of, linear_ns, mate_ns, ring_parts, score, states_ns
 from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
@@ -29,7 +30,12 @@ FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
 
 
 def choose_rounds(
-    profile: HardwareProfile, lengths: Integers, a: Assignment, timed: StepTimes, max_remote_tokens: int | None = None
+    profile: HardwareProfile,
+    lengths: Integers,
+    a: Assignment,
+    timed: StepTimes,
+    max_remote_tokens: int | None = None,
+    amounts: Amounts | None = None,
 ) -> tuple[Integers, StepTimes]:
     """Returns the number of exchange rounds of every document, and the times of the assignment with them.
 
@@ -45,7 +51,7 @@ def choose_rounds(
         np.maximum.at(fewest, a.micro_batch, a.degree - 1)
         remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
         fewest = np.clip(-(-remote // max_remote_tokens), 1, fewest)
-    exchange = _ExchangeTimes(profile, lengths, a, timed)
+    exchange = _ExchangeTimes(profile, lengths, a, timed, amounts)
     least = exchange.possible(fewest[exchange.row])
     chosen, time = least, exchange.time(least)
     for count in CHOICES:
@@ -62,9 +68,9 @@ def choose_rounds(
 def plan_score(plan: Plan) -> StepTimes:
     """Returns the predicted times of a plan."""
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
-    pairs, encoding = attention_pairs(lengths, plan.trees), EncodingTimes(plan.images)
-    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline, pairs=pairs, encoding=encoding)
-    exchange = _ExchangeTimes(plan.profile, lengths, a, timed)
+    amounts = Amounts.of(lengths, plan.trees, plan.sources, plan.parts)
+    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline, amounts=amounts, encoding=EncodingTimes(plan.images))
+    exchange = _ExchangeTimes(plan.profile, lengths, a, timed, amounts)
     rounds = np.ones_like(lengths)
     for p in (p for placements in plan.micro_batches for p in placements):
         rounds[p.document] = p.rounds
@@ -84,7 +90,14 @@ class _ExchangeTimes:
         whole: inside the node, from relays, and across nodes: messages of a pass in one round.
     """
 
-    def __init__(self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: StepTimes) -> None:
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        lengths: Integers,
+        a: Assignment,
+        timed: StepTimes,
+        amounts: Amounts | None = None,
+    ) -> None:
         self.profile, self.shape = profile, timed.time.shape
         self.busy, self.states = timed.time - timed.exposed, states_ns(profile, lengths, a, self.shape)
         self.exposed = timed.exposed - self.states
@@ -94,7 +107,10 @@ class _ExchangeTimes:
         nodes = (self.first + self.degree - 1) // profile.ranks_per_node - self.first // profile.ranks_per_node + 1
         self.in_a_node = nodes == 1
         self.two_levels = (nodes > 1) & (nodes < self.degree) & (profile.exchange_levels == 2)
-        self.parts, self.mate_ns = ring_parts(profile, a, rings), mate_ns(profile, lengths[rings], self.degree)
+        self.parts, self.mate_ns = (
+            ring_parts(profile, a, rings),
+            mate_ns(profile, keys_of(lengths, amounts)[rings], self.degree),
+        )
         attention, hides = timed.attention, profile.overlap
         self.attention = hides * spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape)
         self.queries: Floats = profile.query_share * (hides * (self.busy - timed.encoding) - self.attention)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from longctx.planning.cost.tower import TowerSpec
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.tree import NO_TREES, Trees
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
@@ -290,10 +291,20 @@ class ModelSpec:
         return in_blocks + self.head_parameters
 
     @property
-    def encoder_attention(self) -> float:
-        """Operations of the encoder's attention per pair of tokens, relative to the decoder's; 1 without an encoder."""
-        sizes = [layer.num_attention_heads * layer.head_dim for layer in self.layers]
-        return sum(sizes[: self.encoder_layers]) / sum(sizes[self.encoder_layers :]) if self.encoder_layers else 1.0
+    def parts(self) -> PartCosts:
+        """What tokens of sources and of targets cost; needs `vocab_size`. Operations of backward count as those of forward."""
+        if not self.encoder_layers:
+            return EQUAL_PARTS
+        of_layers = [layer.matrix_parameters + layer.adapter_parameters for layer in self.layers]
+        source, target = (self._pair_products(of_layers, self.head_parameters, *pair) for pair in ((1, 0), (0, 1)))
+        read, written = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
+        queries, own_queries = (sum(layer.num_attention_heads * layer.head_dim for layer in part) for part in (read, written))
+        keys, own_keys = (sum(layer.num_key_value_heads * layer.head_dim for layer in part) for part in (read, written))
+        return PartCosts(
+            attention=queries / own_queries,
+            products=2 * source / (source + target),
+            keys=2 * (keys + own_keys) / (keys + 2 * own_keys),
+        )
 
     def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES, sources: Sequence[int] = ()) -> int:
         """Returns the operations of a forward pass over documents of these lengths, of which some are trees.

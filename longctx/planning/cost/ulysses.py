@@ -10,15 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, spread
-from longctx.planning.cost.model import (
-    NANOSECONDS,
-    attention_ns,
-    attention_pairs,
-    exchange_ns,
-    exposed_ns,
-    linear_ns,
-    states_ns,
-)
+from longctx.planning.cost.amounts import Amounts
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, exposed_ns, linear_ns, states_ns
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
@@ -63,7 +56,7 @@ def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_head
     """
     placements, profile, ranks = plan.micro_batches[micro_batch], plan.profile, plan.ranks
     rows = [(plan.lengths[p.document], p.first_rank, p.degree) for p in placements]
-    pairs = attention_pairs(np.array(plan.lengths), plan.trees)[[p.document for p in placements]]
+    pairs = Amounts.of(np.array(plan.lengths), plan.trees).pairs[[p.document for p in placements]]
     swapped = np.array([swaps_heads(*row, ulysses_degree) for row in rows], dtype=bool)
     lengths, first, degree = documents = np.array(rows, dtype=np.int64).T
     u, shards = np.where(swapped, ulysses_degree, 1), -(-lengths // degree)

@@ -84,7 +84,7 @@ def work_of(
     in forward and in backward. Queries are computed while K and V travel, also in a forward that is recomputed with attention;
     the gradient of their input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows
     are not counted: plans assume full attention. With an encoder, a token is taken as half one of a source and half one of a
-    target, and attention is the decoder's (`ModelSpec.encoder_attention`). Raises ProfileError if tp does not divide the KV
+    target, and attention is the decoder's (`ModelSpec.parts`). Raises ProfileError if tp does not divide the KV
     heads.
     """
     for layer in spec.layers:

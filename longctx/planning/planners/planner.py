@@ -21,6 +21,7 @@ from longctx.planning.cost.tower import EncodingTimes, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import Grid
 from longctx.planning.layout import Placement
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
@@ -46,7 +47,7 @@ def make_plan(
     pipeline: Pipeline = NO_PIPELINE,
     trees: Trees = NO_TREES,
     sources: Sequence[int] = (),
-    encoder_attention: float = 1.0,
+    parts: PartCosts = EQUAL_PARTS,
     images: Mapping[int, Sequence[tuple[int, Grid]]] | None = None,
     tower: TowerSpeed | None = None,
 ) -> Plan:
@@ -67,7 +68,7 @@ def make_plan(
         trees: documents that are trees, by document; see `longctx.planning.tree`.
         sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; empty: no model
             with an encoder.
-        encoder_attention: operations of attention of the encoder per pair of tokens, relative to those of the decoder.
+        parts: what tokens of sources and of targets cost.
         images: tokens and grid of each image of documents, by document.
         tower: encoder of images, whose work is planned too; None: it takes no time.
 
@@ -88,7 +89,7 @@ def make_plan(
         pipeline=pipeline,
         trees=trees,
         sources=tuple(sources),
-        encoder_attention=encoder_attention,
+        parts=parts,
         encoding=EncodingTimes(works),
     )
     best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
@@ -105,6 +106,7 @@ def make_plan(
         cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline, *step.whole),
         trees=dict(trees),
         sources=tuple(sources),
+        parts=parts,
         images=works,
         planning_ms=(time.perf_counter() - began) * 1e3,
     )

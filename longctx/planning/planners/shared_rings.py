@@ -31,7 +31,7 @@ def shared_rings(step: Step, even_ns: int) -> PlacedRings | None:
     lengths, width = np.broadcast_arrays(step.lengths[:, None], widths)
     shards = largest_shards(lengths, width)
     images = step.encoding.ring_ns(np.arange(len(lengths))[:, None], width)
-    alone = alone_ns(step.profile, lengths, width, pairs=step.pairs[:, None], encoding=images)
+    alone = alone_ns(step.profile, lengths, width, amounts=step.amounts[:, None], encoding=images)
     times = np.where(shards <= step.tokens_per_rank, alone, 0)
     order = np.argsort(-step.lengths, kind="stable")
     choices = list(zip(times[order].tolist(), shards[order].tolist(), strict=True))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers
-from longctx.planning.cost.model import Floats
+from longctx.planning.cost.amounts import Floats
 
 FINER = 1.05
 """Ratio of consecutive limits: a smaller ratio finds shorter paths but makes the graph larger and slower."""

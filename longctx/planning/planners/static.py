@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.bounds import bubble_bound_ns
-from longctx.planning.cost.model import alone_ns, attention_ns, fixed_ns, gather_ns, linear_ns, mate_ns
+from longctx.planning.cost.model import alone_ns, attention_ns, beyond_ns, fixed_ns, gather_ns, keys_of, linear_ns, mate_ns
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.packing import emptiest_first
 from longctx.planning.planners.step import Candidate, Step, fastest
@@ -75,7 +75,7 @@ def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None
     packed = best_fit(weights, tokens_per_rank)
     micro_batches = -(-(int(packed.max()) + 1) // groups)
     images = step.encoding.ring_ns(np.arange(len(lengths)), np.full_like(lengths, degree))
-    work = alone_ns(profile, lengths, np.full_like(lengths, degree), pairs=step.pairs, encoding=images)
+    work = alone_ns(profile, lengths, np.full_like(lengths, degree), amounts=step.amounts, encoding=images)
     candidates = [packed]
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
@@ -92,11 +92,11 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     """
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     degrees, groups = np.full_like(lengths, degree), ranks // degree
-    rounding = 3 * len(lengths)  # shares were rounded up, which must not raise a lower bound
-    linear = int(linear_ns(profile, lengths // degree).sum())
-    attention = int(attention_ns(profile, lengths, degrees, step.pairs).sum())
+    rounding = 4 * len(lengths)  # shares were rounded up, which must not raise a lower bound
+    linear = int((linear_ns(profile, lengths // degree) + beyond_ns(profile, step.amounts, degrees)).sum())
+    attention = int(attention_ns(profile, lengths, degrees, step.amounts.pairs).sum())
     in_its_node = np.minimum(degrees, profile.ranks_per_node)  # at most
-    _, across = gather_ns(profile, degrees, in_its_node, *mate_ns(profile, lengths, degrees))
+    _, across = gather_ns(profile, degrees, in_its_node, *mate_ns(profile, keys_of(lengths, step.amounts), degrees))
     exchange = int(across.sum()) - degree * len(lengths)  # the time of every peer was rounded up
     queries = min(math.ceil(profile.overlap * profile.query_share * linear), -(-2 * max(0, exchange) // 3))
     exposed = max(0, exchange - math.ceil(profile.overlap * attention) - queries)

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.model import Floats, StepTimes, alone_ns, attention_pairs, score
+from longctx.planning.cost.amounts import Amounts
+from longctx.planning.cost.model import StepTimes, alone_ns, score
 from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.tree import Trees
 
@@ -39,18 +41,18 @@ class Step:
     pipeline: Pipeline = NO_PIPELINE
     trees: Trees = field(default_factory=dict)
     sources: tuple[int, ...] = ()
-    encoder_attention: float = 1.0
+    parts: PartCosts = EQUAL_PARTS
     encoding: EncodingTimes = NO_ENCODING
 
     @cached_property
-    def pairs(self) -> Floats:
-        """Attention area of each document."""
-        return attention_pairs(self.lengths, self.trees, self.sources, self.encoder_attention)
+    def amounts(self) -> Amounts:
+        """What documents cost where their lengths do not say it."""
+        return Amounts.of(self.lengths, self.trees, self.sources, self.parts)
 
     @property
-    def whole(self) -> tuple[Floats, int]:
-        """Attention areas, and the nanoseconds of all images, from which lower bounds are computed."""
-        return self.pairs, self.encoding.whole_ns
+    def whole(self) -> tuple[Amounts, int]:
+        """Amounts, and the nanoseconds of all images, from which lower bounds are computed."""
+        return self.amounts, self.encoding.whole_ns
 
     @cached_property
     def single_ns(self) -> Integers:
@@ -70,9 +72,9 @@ class Step:
     def alone_ns(self, documents: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
         """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
         offset = None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
-        lengths, pairs, degrees = self.lengths[documents], self.pairs[documents], degrees * self.block
+        lengths, amounts, degrees = self.lengths[documents], self.amounts[documents], degrees * self.block
         images, price = self.encoding.ring_ns(documents, degrees), self.round_price
-        return alone_ns(self.profile, lengths, degrees, offset, round_price=price, pairs=pairs, encoding=images)
+        return alone_ns(self.profile, lengths, degrees, offset, round_price=price, amounts=amounts, encoding=images)
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
         """Returns the tokens on the fullest rank of each ring."""
@@ -81,12 +83,12 @@ class Step:
     def score(self, assignment: Assignment) -> StepTimes:
         """Returns the times of an assignment to ranks by `cost.model.score`."""
         step = self.profile, self.lengths, assignment, self.ranks * self.block, self.pipeline
-        return score(*step, round_price=self.round_price, pairs=self.pairs, encoding=self.encoding)
+        return score(*step, round_price=self.round_price, amounts=self.amounts, encoding=self.encoding)
 
     def candidate(self, winner: str, assignment: Assignment, scored: StepTimes | None = None) -> "Candidate":
         """Returns an assignment to ranks with its exchange rounds and predicted times; `scored` is its `score` if known."""
         scored = scored or self.score(assignment)
-        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
+        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens, self.amounts)
         return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
     def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":

@@ -1,0 +1,57 @@
+"""Amounts: what the planner takes documents to cost where their lengths do not say it, as in trees and encoder-decoders."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.planning.assignment import Integers
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
+from longctx.planning.tree import NO_TREES, Trees
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Costs of documents; arrays [documents], or any shape that broadcasts with their lengths and degrees.
+
+    Attributes:
+        pairs: attention area: the length squared, or that of a tree (`Tree.pairs`).
+        products: tokens beyond the length, or below it, as which the matrices count; None: none.
+        keys: tokens with as many bytes of K and V; None: the length.
+    """
+
+    pairs: Floats
+    products: Floats | None = None
+    keys: Floats | None = None
+
+    @classmethod
+    def of(
+        cls, lengths: Integers, trees: Trees = NO_TREES, sources: Sequence[int] = (), parts: PartCosts = EQUAL_PARTS
+    ) -> "Amounts":
+        """Returns those of documents, of which some are trees, or all have sources.
+
+        A decoder's attention to its n tokens counts n², to a source of s tokens 2·n·s, and the encoder's, in both directions,
+        2·s², times its size relative to the decoder's.
+        """
+        s = lengths.astype(np.float64)
+        if sources:
+            read = np.array(sources, dtype=np.float64)
+            uneven = 2 * read - s  # tokens of the source less those of the target
+            return cls(
+                (s - read) * (s + read) + 2 * parts.attention * read * read,
+                (parts.products - 1) * uneven,
+                s + (parts.keys - 1) * uneven,
+            )
+        pairs = s * s
+        for document, tree in trees.items():
+            pairs[document] = tree.pairs
+        return cls(pairs)
+
+    def __getitem__(self, documents: Any) -> "Amounts":
+        """Returns those of some documents, by an index of arrays."""
+        more = (None if values is None else values[documents] for values in (self.products, self.keys))
+        return Amounts(self.pairs[documents], *more)

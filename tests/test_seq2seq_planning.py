@@ -1,0 +1,95 @@
+"""Plans of encoder-decoders: what tokens of sources and of targets cost, and how even the ranks are."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
+
+from longctx import make_plan
+from longctx.model.huggingface_spec import spec_of_seq2seq
+from longctx.planning.cost.amounts import Amounts
+from longctx.planning.cost.rounds import plan_score
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
+from longctx.planning.plan import Plan, PlanError
+from longctx.training.run_profile import model_profile
+from tests.data_cases import PROFILE
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    """Sizes of T5Gemma with an encoder like Gemma 2 9B and a decoder like Gemma 2 2B."""
+    both = {"head_dim": 256, "vocab_size": 256_000}
+    encoder = {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16}
+    decoder = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
+    parts = {"encoder": encoder | both | {"num_key_value_heads": 8}, "decoder": decoder | both | {"num_key_value_heads": 4}}
+    with torch.device("meta"):
+        return spec_of_seq2seq(T5GemmaForConditionalGeneration(T5GemmaConfig(**parts, vocab_size=256_000)))
+
+
+def test_plans_count_the_attention_of_encoder_and_decoder() -> None:
+    """In pairs of a query and a key: all of the source, half of the target, all of both."""
+    pairs = Amounts.of(np.array([30, 7]), sources=(10, 6), parts=PartCosts(attention=1.5)).pairs
+    assert pairs.tolist() == [2 * (1.5 * 100 + 200 + 10 * 20), 2 * (1.5 * 36 + 0.5 + 6)]
+    options = {"ranks": 4, "tokens_per_rank": 4000, "profile": PROFILE}
+    plan = make_plan([4000, 4000, 500], sources=[3900, 100, 400], **options)
+    assert plan.sources == (3900, 100, 400) and plan.hash != make_plan([4000, 4000, 500], **options).hash
+    longest = [
+        make_plan([60_000], sources=[source], ranks=64, tokens_per_rank=60_000, profile=PROFILE) for source in (1, 59_999)
+    ]
+    assert longest[1].makespan_s > longest[0].makespan_s
+    with pytest.raises(PlanError, match="document 1 has 5 tokens, 5 of the source"):
+        make_plan([4, 5], sources=[1, 5], **options)
+    with pytest.raises(PlanError, match="1 sources and 0 trees, but 2 documents"):
+        make_plan([4, 5], sources=[1], **options)
+
+
+def test_tokens_cost_what_their_blocks_do(spec: ModelSpec) -> None:
+    """Matrices: operations without attention. K and V: those of the encoder and of cross-attention, or of the decoder."""
+    lengths, sources = np.array([900, 1000, 64]), (700, 10, 32)
+    amounts = Amounts.of(lengths, sources=sources, parts=spec.parts)
+    written = [(length - source, source) for length, source in zip(lengths.tolist(), sources, strict=True)]
+    seen = [(16 * 256 * 42 * s * s + 8 * 256 * 26 * (t * (t + 1) // 2 + s * t)) * 4 for t, s in written]
+    matrices = [spec.flops([t + s], sources=[s]) - area for (t, s), area in zip(written, seen, strict=True)]
+    assert amounts.products is not None and amounts.keys is not None
+    mean = spec.flops([2], sources=[1]) - 4 * (16 * 256 * 42 + 8 * 256 * 26 * 2)  # of a token of each, without attention
+    np.testing.assert_allclose(
+        lengths + amounts.products, 2 * np.array(matrices) / mean, rtol=1e-4
+    )  # an encoder counts its diagonal twice
+    of_source, of_target = 42 * 2048 + 26 * 1024, 26 * 1024
+    bytes_of_keys = np.array([of_source * s + of_target * t for t, s in written])
+    np.testing.assert_allclose(amounts.keys, bytes_of_keys * 2 / (of_source + of_target), rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["auto", "static", "bins"])
+def test_predicted_times_are_at_least_the_bound(mode: str) -> None:
+    draw = random.Random(5)
+    for _ in range(20):
+        lengths = [draw.choice([2, 3, draw.randint(2, 4000)]) for _ in range(draw.randint(1, 30))]
+        sources = [draw.randint(1, length - 1) for length in lengths]
+        parts = PartCosts(draw.uniform(0.2, 3), draw.uniform(0.1, 1.9), draw.uniform(0.1, 1.9))
+        options = {"ranks": draw.randint(1, 7), "tokens_per_rank": 4000, "profile": PROFILE, "mode": mode}
+        plan = make_plan(lengths, sources=sources, parts=parts, **options)
+        assert plan_score(plan).makespan_ns / 1e9 == plan.makespan_s >= plan.lower_bound_s
+
+
+def test_ranks_are_even_by_the_operations_of_both_parts(spec: ModelSpec) -> None:
+    draw = random.Random(1)
+    lengths = [round(2 ** draw.uniform(6, 13)) for _ in range(600)]
+    sources = [draw.randint(1, length - 1) for length in lengths]
+    profile = model_profile("h100-nvlink-ib", spec, "bfloat16", torch.device("cpu"), 16, "none").profile
+    options = {"ranks": 16, "tokens_per_rank": 16384, "profile": profile, "sources": sources}
+    imbalance = [uneven(spec, make_plan(lengths, parts=parts, **options)) for parts in (EQUAL_PARTS, spec.parts)]
+    assert imbalance[1] < 1.02 < 1.15 < imbalance[0]
+
+
+def uneven(spec: ModelSpec, plan: Plan) -> float:
+    """Returns the operations of the busiest ranks of all micro-batches over their mean."""
+    ranks = np.zeros((len(plan.micro_batches), plan.ranks))
+    for number, placements in enumerate(plan.micro_batches):
+        for place in placements:
+            flops = spec.flops([plan.lengths[place.document]], sources=[plan.sources[place.document]])
+            ranks[number, list(place.ring)] += flops / place.degree
+    return float(ranks.max(axis=1).sum() / ranks.mean(axis=1).sum())
