@@ -89,6 +89,7 @@ def test_kernels_run_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
         (given(), 128, None),
     ]
     assert [fused.dtype_of(*each) for each in ours] == [None] * len(ours)
+    assert fused.run_in(torch.bfloat16, "cuda") and not fused.run_in(torch.bfloat16, "cpu")
     monkeypatch.setattr(fused, "kernels", lambda: None)
     assert fused.dtype_of(given(), 128, beta) is None
 

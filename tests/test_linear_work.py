@@ -127,6 +127,10 @@ def test_estimates_and_the_utilisation_count_the_scans() -> None:
             works = [work_of(each, dtype, recompute=recompute) for each in (spec, plain)]
             assert 6 * (works[0].computed - works[1].computed) == pytest.approx(slower * (sum(scan) + again * scan.forward))
             assert 6 * works[0].split == pytest.approx(slower * (sum(split) + again * split.forward))
+    fast, slow = (work_of(spec, dtype, fused=dtype == "bfloat16") for dtype in ("bfloat16", "float32"))
+    assert (fast.computed, fast.split) == (slow.computed, slow.split)  # kernels scan in the dtype of the matrices
+    mamba, _, _ = spec_and_layer("mamba2")
+    assert work_of(mamba, "bfloat16", fused=True) == work_of(mamba, "bfloat16")
     # Two exchanges in each of two passes instead of three.
     assert work_of(spec, "float32").exchanges == 1 + 4 / 3
     assert work_of(spec, "float32", recompute="full").exchanges == 1 + 6 / 4

@@ -25,10 +25,14 @@ def kernels() -> tuple[Any, Any] | None:
     return chunk_gated_delta_rule, chunk_kda
 
 
+def run_in(dtype: torch.dtype, device: str) -> bool:
+    """Returns whether the kernels scan delta rules in models of a dtype on this kind of device."""
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and kernels() is not None
+
+
 def dtype_of(v: torch.Tensor, k_dim: int, beta: torch.Tensor | None) -> torch.dtype | None:
     """Returns the dtype in which the kernels scan, or None if `chunked` does."""
-    supported = v.dtype in (torch.bfloat16, torch.float16) and k_dim <= MOST_K_DIM and beta is not None
-    return v.dtype if v.device.type == "cuda" and supported and kernels() is not None else None
+    return v.dtype if beta is not None and k_dim <= MOST_K_DIM and run_in(v.dtype, v.device.type) else None
 
 
 def scan_fused(

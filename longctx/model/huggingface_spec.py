@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from longctx.attention.linear.huggingface import linear_layers, state_size
+from longctx.attention.linear.huggingface import has_delta_rule, linear_layers, state_size
 from longctx.model.experts import stacks_experts
 from longctx.model.linear_costs import LinearCosts, linear_costs
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
@@ -99,6 +99,7 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         state_size=sum(map(state_size, linear)),
         scan_flops=costs.scan,
         split_flops=costs.split,
+        delta_rule=any(map(has_delta_rule, linear)),
         linear_kept=costs.kept,
         linear_working=costs.working,
     )

@@ -57,6 +57,7 @@ class LayerSpec:
             other; 0: no linear attention.
         scan_flops, split_flops: matrix products of its scan in float32, in a long document, and how many more in a document on
             several ranks: those of the transitions, and of outputs from the states that other ranks send.
+        delta_rule: whether its linear attention has one.
         linear_kept, linear_working: bytes per token that linear attention keeps for backward, and that backward needs beside.
     """
 
@@ -90,6 +91,7 @@ class LayerSpec:
     state_size: int = 0
     scan_flops: PassFlops = NO_FLOPS
     split_flops: PassFlops = NO_FLOPS
+    delta_rule: bool = False
     linear_kept: int = 0
     linear_working: int = 0
     source_parameters: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from longctx.planning.cost.spec import LayerSpec, ModelSpec, PassFlops
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.hardware_profile import ProfileError
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
@@ -77,6 +77,7 @@ def work_of(
     tokens_per_rank: int = 1,
     gpus: int = 1,
     expert: int = 1,
+    fused: bool = False,
 ) -> RankWork:
     """Returns the work per token of the slowest pipeline rank.
 
@@ -84,8 +85,8 @@ def work_of(
     in forward and in backward. Queries are computed while K and V travel, also in a forward that is recomputed with attention;
     the gradient of their input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows
     are not counted: plans assume full attention. With an encoder, a token is taken as half one of a source and half one of a
-    target, and attention is the decoder's (`ModelSpec.parts`). Raises ProfileError if tp does not divide the KV
-    heads.
+    target, and attention is the decoder's (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises
+    ProfileError if tp does not divide the KV heads.
     """
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
@@ -99,8 +100,7 @@ def work_of(
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
     element_bytes, passes = ELEMENT_BYTES[dtype], 3 + again - keep_kv
     linear, linear_passes = [layer for layer in layers if layer.state_size], 2 + (recompute != "none")
-    scan = FLOAT32[dtype] * _scanned([layer.scan_flops for layer in linear], recompute)
-    split = FLOAT32[dtype] * _scanned([layer.split_flops for layer in linear], recompute)
+    scans = [_scanned(layer, 1 if fused and layer.delta_rule else FLOAT32[dtype], recompute) for layer in linear]
     kv_bytes = sum(
         kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes)
         for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
@@ -108,7 +108,7 @@ def work_of(
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
-        computed=(_computed(spec, layers, head, recompute) + scan) / tensor / share,
+        computed=(_computed(spec, layers, head, recompute) + sum(scan for scan, _ in scans)) / tensor / share,
         # Profiles need positive constants, also for models without softmax attention.
         attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
         kv_bytes=max(1, kv_bytes // share),
@@ -121,7 +121,7 @@ def work_of(
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
         state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in linear) * linear_passes,
-        split=split / tensor,
+        split=sum(split for _, split in scans) / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
     )
 
@@ -151,10 +151,13 @@ def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute
     return in_blocks + head + repeated / 3 - frozen / 3
 
 
-def _scanned(scans: Sequence[PassFlops], recompute: str) -> float:
-    """Returns the parameters whose products are as many as those of scans, of which some modes repeat the forward."""
+def _scanned(layer: LayerSpec, slower: float, recompute: str) -> tuple[float, float]:
+    """Returns the parameters that take as long as a layer's scan, and as what it takes more for split documents."""
     again = recompute in ("selective", "full")
-    return sum(forward * (1 + again) + backward for forward, backward in scans) / 6
+    scan, split = (
+        slower * (forward * (1 + again) + backward) / 6 for forward, backward in (layer.scan_flops, layer.split_flops)
+    )
+    return scan, split
 
 
 def _tensor_bytes(layers: int, hidden_bytes: int, recompute: str, tensor: int) -> float:
