@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longctx import make_plan
+from longctx.attention.linear import fused
 from longctx.attention.linear.huggingface import ARGUMENT, LayerRecurrence, linear_layers, replace_functions
 from longctx.attention.linear.recurrence import Recurrence
+from longctx.config import load
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.linear_costs import TOKENS, _solve_flops
 from longctx.parallel.recompute import _recomputed
@@ -19,8 +22,10 @@ from longctx.planning.cost.spec import NO_FLOPS, ModelSpec
 from longctx.planning.cost.work import FLOAT32, work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
+from longctx.training import run_profile as run_profile_module
 from longctx.training.metrics import model_flops
 from tests.family_cases import build
+from tests.pretrained_cases import SETTINGS
 
 KINDS = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
 CHUNK, LANE = 64, 16
@@ -147,3 +152,19 @@ def test_scans_slow_down_plans_and_more_so_split_documents() -> None:
     request: dict[str, Any] = {"ranks": 4, "tokens_per_rank": 4000}
     plans = [make_plan([8000, 300], profile=each, **request) for each in (with_scans, without)]
     assert plans[0].makespan_s > plans[1].makespan_s and plans[0].lower_bound_s > plans[1].lower_bound_s
+
+
+def test_a_run_on_gpus_counts_scans_by_the_kernels_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("qwen3_next", "eager").save_pretrained(tmp_path)
+    config = load(
+        None,
+        [*SETTINGS, f"model.from_pretrained={tmp_path}", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"],
+        world_size=2,
+    )
+    monkeypatch.setattr(run_profile_module, "choose_device", lambda *_: torch.device("cuda"))
+    found = []
+    for kernels in (None, ()):
+        monkeypatch.setattr(fused, "kernels", lambda kernels=kernels: kernels)
+        found.append(run_profile_module.run_profile(config, 2).profile)
+    assert found[0].split_s_per_token == pytest.approx(FLOAT32["bfloat16"] * found[1].split_s_per_token)
+    assert found[0].linear_s_per_token > found[1].linear_s_per_token
