@@ -4,11 +4,15 @@ They scan packed segments from given states, return the states at their ends, an
 place of `chunked`, also for the transitions of split documents. They read q, k and v in the model's dtype; states are float32.
 """
 
+import logging
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+log = logging.getLogger(__name__)
 
 MOST_K_DIM = 256
 """Largest k_dim of the kernels."""
@@ -20,8 +24,11 @@ def kernels() -> tuple[Any, Any] | None:
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.kda import chunk_kda
+
+        found = version("fla-core")  # what has the kernels of flash-linear-attention
     except ImportError:
         return None
+    log.info("linear attention with a delta rule: kernels of flash-linear-attention %s", found)
     return chunk_gated_delta_rule, chunk_kda
 
 
