@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from longctx.planning.assignment import largest_shards, least_degrees
 from longctx.planning.check import check_plan
 from longctx.planning.cost.rounds import plan_score
+from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.image_work import NO_IMAGES, ImageWork, ImageWorks
 from longctx.planning.layout import Placement, largest_shard
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
@@ -64,6 +66,12 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
     return {"lengths": lengths, "ranks": ranks, "tokens_per_rank": budget}
 
 
+def image_works() -> st.SearchStrategy[ImageWorks]:
+    """Draws images of a few documents, from none to many times the work of the texts."""
+    work = st.builds(ImageWork, st.sampled_from([4, 64, 100]), st.just(0), st.sampled_from([1, 10**6, 3 * 10**6, 10**10]))
+    return st.dictionaries(st.integers(0, 4), st.lists(work, min_size=1, max_size=8), max_size=3)
+
+
 def plan_or_none(**arguments: object) -> Plan | None:
     try:
         return make_plan(**arguments)
@@ -109,13 +117,16 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]))
-@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE)
+@given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]), image_works())
+@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE, NO_IMAGES)
+@example({"lengths": [9], "ranks": 3, "tokens_per_rank": 9}, H100, NO_PIPELINE, {0: [ImageWork(4, 0, 10**10)] * 3})
 def test_no_static_plan_beats_the_bounds_of_its_degree(
-    request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline
+    request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline, images: ImageWorks
 ) -> None:
     """The first bound of a degree holds for higher degrees too."""
-    step = Step(profile, np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"], pipeline=pipeline)
+    encoding = EncodingTimes({n: works for n, works in images.items() if n < len(request["lengths"])})
+    sizes = np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"]
+    step = Step(profile, *sizes, pipeline=pipeline, encoding=encoding)
     on_all_ranks = 0
     for degree in range(1, step.ranks + 1):
         found = pack_static(step, degree)

@@ -3,22 +3,26 @@
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from longctx.data.image_sources import ImagePlace
 from longctx.model.vision import VISION_FAMILIES, weights_of_images
+from longctx.planning.planners.planner import make_plan
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.documents import rows_of
 from longctx.trainers.exchange import Known
-from longctx.trainers.images import exchange_pixels
-from tests import vision_cases
+from longctx.trainers.images import DocumentImages, exchange_pixels, images_of_rows
+from tests import video_cases, vision_cases
 from tests.data_cases import placed_plan
 from tests.marks import slow_unless
 from tests.test_trainers import assert_equal
+from tests.test_vision_work import FREE, imbalance, operations
 from tests.trainer_cases import PROFILE
-from tests.vision_trainer_cases import alone, finetune, train
+from tests.vision_trainer_cases import MANY_IMAGES, alone, finetune, plan_with_images, train
 from tests.workers import Workers
 
 
@@ -47,10 +51,23 @@ def test_a_step_is_that_of_single_documents(workers: Workers, tmp_path: Path, fa
     assert_step(runs, expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("family", video_cases.FAMILIES)
+def test_a_step_with_videos_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
+    """Images and videos in a document, and documents without, cut by the edges of rings."""
+    model = vision_cases.save_model(tmp_path / "model", family)
+    (expected,) = workers.run(train, 1, tmp_path / "plain", model, family, False, {"videos": True})
+    assert_step(workers.run(train, ranks, tmp_path / "ours", model, family, True, {"videos": True}), expected)
+
+
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]}
 RECOMPUTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "fully sharded": ("qwen3_vl", {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}),
+    "videos, fully sharded": (
+        "qwen3_vl",
+        {"videos": True, "fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED, "gradient_checkpointing": True},
+    ),
     "first layers frozen": ("qwen3_vl", {"frozen": r"language_model\.(embed|layers\.0)"}),
     "recomputed": (
         "gemma3",
@@ -67,7 +84,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_step_is_the_same_in_every_way(workers: Workers, tmp_path: Path, way: str) -> None:
     family, options = WAYS[way]
     model = vision_cases.save_model(tmp_path / "model", family)
-    plain = {"frozen": options["frozen"]} if "frozen" in options else {}
+    plain = {name: options[name] for name in ("frozen", "videos") if name in options}
     (expected,) = workers.run(train, 1, tmp_path / "plain", model, family, False, plain)
     assert_step(workers.run(train, 3, tmp_path / "ours", model, family, True, options), expected)
 
@@ -81,9 +98,10 @@ ADAPTERS = {"lora": r".*language_model.*\.(q_proj|v_proj)"}
         pytest.param("llava", 2, {}, marks=pytest.mark.slow),
         ("qwen3_vl", 3, {}),
         ("gemma3", 2, ADAPTERS),
+        ("qwen2_5_vl", 2, {"videos": True}),
         pytest.param("qwen2_vl", 2, {"lora": "all-linear"}, marks=pytest.mark.slow),
     ],
-    ids=["llava", "qwen3_vl", "adapters", "adapters on the encoder"],
+    ids=["llava", "qwen3_vl", "adapters", "videos", "adapters on the encoder"],
 )
 def test_sft_with_the_collator_of_trl(
     workers: Workers, tmp_path: Path, family: str, ranks: int, options: dict[str, Any]
@@ -94,6 +112,21 @@ def test_sft_with_the_collator_of_trl(
     runs = workers.run(finetune, ranks, tmp_path / "ours", model, family, True, options)
     assert_equal(runs, expected)
     assert max(runs[0]["degrees"]) >= 2
+
+
+@pytest.mark.parametrize(("freeze", "share"), [(None, 1.0), (".visual.", 0.0)], ids=["trained", "frozen"])
+def test_a_step_is_balanced_by_the_work_of_images(workers: Workers, tmp_path: Path, freeze: str | None, share: float) -> None:
+    """The busiest rank computes 1.00 times the mean instead of 1.37 times, or 1.25 times if the encoder is frozen."""
+    large = {**vision_cases.CONFIGS["qwen2_5_vl"]["vision_config"], "depth": 16}
+    model = vision_cases.save_model(tmp_path / "model", "qwen2_5_vl", vision_config=large)
+    plans = workers.run(plan_with_images, 3, tmp_path / "run", model, freeze)
+    plan, tower = plans[0]
+    assert len({plan.hash for plan, _ in plans}) == 1
+    document = plan.lengths.index(max(plan.lengths))
+    images = {document: [ImagePlace(start, 80, (1, 16, 20)) for start in MANY_IMAGES]}
+    without = make_plan(plan.lengths, ranks=3, tokens_per_rank=4000, profile=FREE)
+    assert imbalance(operations(plan, images, tower)) < 1.01 < 1.2 < imbalance(operations(without, images, tower))
+    assert tower.trained == share
 
 
 # --- one process, without a group
@@ -112,15 +145,60 @@ def test_pixels_that_are_not_those_of_the_tokens_are_refused(tmp_path: Path) -> 
     more = dict(vision_cases.pixels("qwen2_vl", [(0, 0), (0, 1), (0, 2), (3, 0), (4, 0), (4, 0)]))
     fewer = dict(vision_cases.pixels("qwen2_vl", [(0, 0), (0, 1)]))
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("qwen2_vl", more, "more images than its tokens of images need: do not cut documents"),
-        ("qwen2_vl", fewer, "tokens of images in row .* are not those of its images: do not cut documents"),
+        ("qwen2_vl", more, "more images or videos than its tokens need: do not cut documents"),
+        ("qwen2_vl", fewer, "tokens of images or videos in row .* are not those of its pixels: do not cut documents"),
         ("gemma3", {"token_type_ids": None}, "returns no token_type_ids, by which Gemma3ForConditionalGeneration lets"),
-        ("llava", {"position_ids": torch.zeros(6, 90)}, "images and packed rows: leave out packing"),
+        ("llava", {"position_ids": torch.zeros(6, 90)}, "images or videos and packed rows: leave out packing"),
         ("llava", {"pixel_values_videos": torch.zeros(1)}, "returns pixel_values_videos, which splitting documents would lose"),
     ]
     for family, changed, message in cases:
         with pytest.raises(TrainerError, match=message):
             attached(tmp_path / family, family, **changed).train()
+
+
+def reads(family: str, tokens: list[torch.Tensor], **changed: Any) -> list[DocumentImages | None]:
+    """Returns the images of rows of `video_cases`; `changed` are fields of their batch."""
+    sizes = SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2)
+    config = SimpleNamespace(model_type=family, image_token_id=90, video_token_id=91, vision_config=sizes)
+    batch = {**video_cases.of_processor(family, range(len(tokens))), **changed}
+    return images_of_rows(SimpleNamespace(config=config), batch, [ids.numpy() for ids in tokens])
+
+
+@pytest.mark.parametrize("family", video_cases.FAMILIES)
+def test_a_pair_of_frames_is_an_image(family: str) -> None:
+    found = reads(family, video_cases.documents(family))
+    expected, numbers = video_cases.places_of(family), range(len(found))
+    fps = video_cases.FPS if family == "qwen2_5_vl" else 2.0  # of the others it does not matter
+    for number, images in zip(numbers, found, strict=True):
+        places, ours = expected.get(number, ()), images.places if images else ()
+        assert [place[:3] for place in ours] == [place[:3] for place in places]
+        assert [place.fps for place in ours] == pytest.approx([fps * (place.fps > 0) for place in places], rel=1e-6)
+        for image, pixels in enumerate(images.pixels if images else ()):
+            assert torch.equal(pixels, video_cases.pixels(family, [(number, image)])["pixel_values"])
+
+
+def test_videos_that_are_not_those_of_the_tokens_are_refused() -> None:
+    of, cut = video_cases.of_processor("qwen2_vl", range(6)), video_cases.documents("qwen2_vl")
+    cut[0] = cut[0][:40]
+    pixels, fewer = of["pixel_values_videos"], of["video_grid_thw"].clone()
+    fewer[-1, 0] -= 1
+    whole, apart = (video_cases.documents(family) for family in ("qwen2_vl", "qwen3_vl"))
+    wrong = "tokens of images or videos in row . of a batch are not those of its pixels"
+    cases: list[tuple[str, list[torch.Tensor], dict[str, Any], str]] = [
+        ("qwen2_vl", cut, {}, wrong),
+        ("qwen2_vl", whole, {"pixel_values_videos": pixels[:-16], "video_grid_thw": fewer}, wrong),
+        ("qwen2_vl", whole[:4], of, "more images or videos than its tokens need"),
+        ("qwen2_vl", apart, {}, wrong),
+        ("qwen3_vl", whole, {}, wrong),
+        ("qwen2_vl", whole, {"pixel_values_videos": None}, wrong),
+        ("qwen2_vl", whole, {"pixel_values_videos": pixels[1:]}, "351 patches have grids of 352: return all"),
+    ]
+    for family, tokens, changed, message in cases:
+        with pytest.raises(TrainerError, match=message):
+            reads(family, tokens, **changed)
+    (images, *_) = reads("qwen2_vl", whole, pixel_values_videos=pixels.half())
+    with pytest.raises(TrainerError, match=r"\[96\] of torch.float32 and \[96\] of torch.float16: .*one image processor"):
+        assert images and images.kind
 
 
 def test_text_models_refuse_images() -> None:

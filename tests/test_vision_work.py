@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from longctx.config import load
-from longctx.data.image_shares import encoding_ranks
+from longctx.data.image_shares import Places, encoding_ranks
 from longctx.data.image_sources import ImagePlace
 from longctx.data.loader import plan_step
 from longctx.data.sampler import Piece
@@ -25,6 +25,7 @@ from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import ImageWork, spread_images
 from longctx.planning.plan import Plan
+from longctx.planning.planners import static
 from longctx.planning.planners.planner import make_plan
 from longctx.training.data import make_planner
 from longctx.training.metrics import model_flops
@@ -97,17 +98,22 @@ PER_TOKEN = 6 * 20000
 SPEED = TowerSpeed(TOWER, 1.0, FREE.linear_s_per_token / PER_TOKEN)
 
 
-def operations(plan: Plan, images: dict[int, list[ImagePlace]]) -> list[list[int]]:
+def operations(plan: Plan, images: Places, tower: TowerSpeed = SPEED) -> list[list[float]]:
     """Returns the operations of every rank in every micro-batch, images on the ranks that encode them."""
-    made = []
+    made, per_token = [], FREE.linear_s_per_token / tower.s_per_flop
     for number, placements in enumerate(plan.micro_batches):
-        ranks = [PER_TOKEN * plan.layout(number, rank).tokens for rank in range(plan.ranks)]
+        ranks = [per_token * plan.layout(number, rank).tokens for rank in range(plan.ranks)]
         held = {place.document: place for place in placements if place.document in images}
         for (document, image), rank in encoding_ranks(held, images).items():
             place = images[document][image]
-            ranks[rank] += TOWER.flops(place.tokens, place.grid, 1.0)
+            ranks[rank] += tower.work(place.tokens, place.grid).flops
         made.append(ranks)
     return made
+
+
+def imbalance(ranks: list[list[float]]) -> float:
+    """Returns the operations of the busiest rank of every micro-batch, relative to the mean of all ranks."""
+    return sum(map(max, ranks)) * len(ranks[0]) / sum(map(sum, ranks))
 
 
 def test_a_document_full_of_images_is_balanced_by_its_work() -> None:
@@ -116,11 +122,8 @@ def test_a_document_full_of_images_is_balanced_by_its_work() -> None:
     images = {0: [ImagePlace(start, 96, (1, 16, 24)) for start in range(0, 960, 96)]}
     given = {document: [(place.tokens, place.grid) for place in places] for document, places in images.items()}
     plans = [make_plan(lengths, ranks=4, tokens_per_rank=4000, profile=FREE, images=given, tower=t) for t in (None, SPEED)]
-    imbalance = []
-    for plan in plans:
-        ranks = operations(plan, images)
-        imbalance.append(sum(map(max, ranks)) * plan.ranks / sum(map(sum, ranks)))
-    assert imbalance[1] < 1.15 < 1.5 < imbalance[0]
+    without, counted = (imbalance(operations(plan, images)) for plan in plans)
+    assert counted < 1.15 < 1.5 < without
 
 
 def test_times_of_a_ring_are_those_of_the_ranks_that_encode() -> None:
@@ -132,6 +135,18 @@ def test_times_of_a_ring_are_those_of_the_ranks_that_encode() -> None:
         for work, rank in zip(works, spread_images([w.patches for w in works], [range(degree)] * len(works)), strict=True):
             times[rank] += work.time_ns
         assert encoding.ring_ns(np.arange(6), np.int64(degree)).tolist() == [0, 0, 0, max(times.values()), 0, 0]
+
+
+def test_images_leave_few_static_degrees_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that did not count images would skip none of 64 degrees, and planning would take many times as long."""
+    tried = []
+    own = static.pack_static
+    monkeypatch.setattr(static, "pack_static", lambda step, degree, below: tried.append(degree) or own(step, degree, below))
+    draw = random.Random(7)
+    images = {n: [(tokens, (1, 4, tokens)) for tokens in draw.choices(range(20, 100), k=10)] for n in range(100)}
+    lengths = [sum(tokens for tokens, _ in found) + 100 for found in images.values()]
+    plan = make_plan(lengths, ranks=64, tokens_per_rank=8000, profile=FREE, images=images, tower=SPEED)
+    assert len(tried) <= 8, (tried, plan.winner)
 
 
 @pytest.mark.parametrize("mode", ["auto", "static", "bins"])

@@ -64,25 +64,35 @@ def pixels(family: str, images: Sequence[Image], spoiled: Image | None = None) -
     return {"pixel_values": torch.cat(parts), "image_grid_thw": torch.tensor(grids)}
 
 
+def of_processor(family: str, numbers: Sequence[int]) -> Pixels:
+    """Returns what transformers' processor makes of the images and videos of documents: pixels and grids of whole videos."""
+    images, frames, grids, made = [], [], [], {}
+    for number in numbers:
+        for k, place in enumerate(places_of(family).get(number, ())):
+            (frames if place.fps else images).append((number, k))
+            if place.fps and place.files == (0,):
+                grids.append([1, *place.grid[1:]])
+            elif place.fps:
+                grids[-1][0] += 1
+    if images:
+        made = dict(pixels(family, images))
+    if frames:
+        made |= {"pixel_values_videos": pixels(family, frames)["pixel_values"], "video_grid_thw": torch.tensor(grids)}
+        if family == "qwen2_5_vl":
+            made["second_per_grid_ts"] = torch.tensor([2 / FPS] * len(grids))
+    return made
+
+
+def types_of(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the types of tokens: 0 for text, 1 for images, 2 for videos."""
+    return (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
+
+
 def own_logits(model: Any, family: str, number: int, tokens: torch.Tensor) -> torch.Tensor:
     """Returns the logits of a document alone, by transformers' own code, to which whole videos are given."""
-    arguments: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
-    places = places_of(family).get(number, ())
-    images = [(number, k) for k, place in enumerate(places) if not place.fps]
-    frames = [(number, k) for k, place in enumerate(places) if place.fps]
-    if images:
-        arguments |= pixels(family, images)
-    if frames:
-        starts = [k for k, place in enumerate(places) if place.fps and place.files == (0,)]
-        counts = [sum(places[k].grid[1:] == places[start].grid[1:] for _, k in frames) for start in starts]
-        grids = [[count, *places[start].grid[1:]] for count, start in zip(counts, starts, strict=True)]
-        assert sum(counts) == len(frames)
-        arguments["pixel_values_videos"] = pixels(family, frames)["pixel_values"]
-        arguments["video_grid_thw"] = torch.tensor(grids)
-        if family == "qwen2_5_vl":
-            arguments["second_per_grid_ts"] = torch.tensor([2 / FPS] * len(starts))
-    if places:
-        arguments["mm_token_type_ids"] = ((tokens == IMAGE).int() + 2 * (tokens == VIDEO).int())[None]
+    arguments: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False, **of_processor(family, [number])}
+    if number in places_of(family):
+        arguments["mm_token_type_ids"] = types_of(tokens)[None]
     logits: torch.Tensor = model(**arguments).logits[0]
     return logits
 

@@ -5,28 +5,35 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText
+from transformers.processing_utils import VideosKwargs
+from transformers.video_utils import make_batched_videos
 
+from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.plan import Plan
 from longctx.trainers import step
-from tests import vision_cases
+from tests import video_cases, vision_cases
 from tests.data_cases import placed_plan
 from tests.trainer_cases import PROFILE, arguments, as_rank, report, select_fsdp_on_cpus
 
+MANY_IMAGES, LENGTHS_BESIDE = range(0, 972, 81), [250] * 26
+"""First tokens of the images of a document, and tokens of the texts beside it."""
 STEP = {"optim": "sgd", "learning_rate": 100.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1}
 """One step whose change of the weights is 100 times their gradient."""
 
 
-def rows(family: str) -> list[dict[str, Any]]:
-    """The documents of `vision_cases`, as a data set in memory."""
-    parts = zip(vision_cases.documents(family), vision_cases.labels(family), strict=True)
+def rows(family: str, videos: bool = False) -> list[dict[str, Any]]:
+    """The documents of `vision_cases`, or of `video_cases`, as a data set in memory."""
+    cases = video_cases if videos else vision_cases
+    parts = zip(cases.documents(family), cases.labels(family), strict=True)
     return [{"number": number, "input_ids": ids, "labels": labels} for number, (ids, labels) in enumerate(parts)]
 
 
-def collator(family: str) -> Any:
+def collator(family: str, videos: bool = False) -> Any:
     """Returns a data collator like TRL's: with pixels of all images, and types of tokens under the name of the family."""
 
     def collate(batch: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -40,6 +47,9 @@ def collator(family: str) -> Any:
         lengths = torch.tensor([len(row["input_ids"]) for row in batch])
         made["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
         numbers = [row["number"] for row in batch]
+        if videos:
+            made["mm_token_type_ids"] = video_cases.types_of(made["input_ids"])
+            return made | dict(video_cases.of_processor(family, numbers))
         images = [(number, k) for number in numbers for k in range(len(vision_cases.places_of(family).get(number, ())))]
         kinds = (made["input_ids"] == vision_cases.IMAGE).int()
         if family == "gemma3":
@@ -76,7 +86,7 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
-    frozen = options.pop("frozen", None)
+    frozen, videos = options.pop("frozen", None), options.pop("videos", False)
     if "fsdp" in options:
         select_fsdp_on_cpus()
     given = arguments(folder, ranks, 1, **{"eval_strategy": "no", **STEP, **options})
@@ -86,7 +96,8 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
     for name, weight in hf.named_parameters():
         weight.requires_grad_(frozen is None or not re.search(frozen, name))
     before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
-    trainer = Trainer(hf, TrainingArguments(**given), data_collator=collator(family), train_dataset=rows(family))
+    data = {"data_collator": collator(family, videos), "train_dataset": rows(family, videos)}
+    trainer = Trainer(hf, TrainingArguments(**given), **data)
     trainer.model_accepts_loss_kwargs = True
     if dynamic:
         dynamic_context_parallel(trainer, tokens_per_rank=90, profile=PROFILE)
@@ -97,6 +108,40 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
         name: (before[name] - weight) / STEP["learning_rate"] for name, weight in found.pop("weights").items()
     }
     return found
+
+
+def plan_with_images(folder: Path, model: Path, freeze: str | None) -> tuple[Plan, TowerSpeed]:
+    """Returns the plan of a step with a document of twelve images beside 26 of text, and the encoder that it was made for."""
+    from transformers import Trainer, TrainingArguments
+
+    from longctx.trainers import dynamic_context_parallel
+    from tests.test_vision_work import FREE
+
+    ranks = as_rank()
+    hf = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    for name, weight in hf.named_parameters():
+        weight.requires_grad_(freeze is None or freeze not in name)
+    texts, ids = [torch.arange(length) % 80 for length in LENGTHS_BESIDE], torch.arange(1000) % 80
+    for start in MANY_IMAGES:
+        ids[start : start + 80] = vision_cases.IMAGE
+    data = [{"input_ids": each} for each in [*texts[:13], ids, *texts[13:]]]
+
+    def collate(batch: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        padded = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in batch], batch_first=True, padding_value=95)
+        made = {"input_ids": padded, "labels": padded.masked_fill(padded >= vision_cases.IMAGE, -100)}
+        made["attention_mask"] = (padded != 95).long()
+        if (padded == vision_cases.IMAGE).any():
+            made |= {"pixel_values": torch.randn(12 * 320, 96), "image_grid_thw": torch.tensor([[1, 16, 20]] * 12)}
+        return made
+
+    given = arguments(folder, ranks, 1, **{"eval_strategy": "no", **STEP})
+    given |= {"per_device_train_batch_size": -(-len(data) // ranks), "learning_rate": 1e-3}
+    trainer = Trainer(hf, TrainingArguments(**given), data_collator=collate, train_dataset=data)
+    trainer.model_accepts_loss_kwargs = True
+    dynamic_context_parallel(trainer, tokens_per_rank=4000, profile=FREE)
+    trainer.train()
+    (plan,) = trainer.dynamic.plans
+    return plan, trainer.dynamic.tower
 
 
 def alone(folder: Path, family: str, **options: Any) -> Any:
@@ -112,8 +157,21 @@ def alone(folder: Path, family: str, **options: Any) -> Any:
     return Trainer(hf, given, data_collator=collator(family), train_dataset=rows(family))
 
 
+class Videos:
+    """Stands for a processor of videos: the name of a video is its number of pairs of frames, which are random."""
+
+    merge_size, temporal_patch_size, valid_kwargs = 2, 2, VideosKwargs
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+    def __call__(self, videos: Any, **_: Any) -> dict[str, Any]:
+        counts = [int(name) for name in make_batched_videos(videos)]
+        rows = [torch.randn(count * 32, 96, generator=torch.Generator().manual_seed(count)) for count in counts]
+        grids, shown = torch.tensor([[count, 4, 8] for count in counts]), [SimpleNamespace(sampled_fps=0.3 * c) for c in counts]
+        return {"pixel_values_videos": torch.cat(rows), "video_grid_thw": grids, "video_metadata": shown}
+
+
 def processor(folder: Path, family: str) -> Any:
-    """Returns the processor of a checkpoint; Qwen's without its part for videos, which needs torchvision."""
+    """Returns the processor of a checkpoint; of Qwen with `Videos`, as its own part for videos needs torchvision."""
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -124,15 +182,15 @@ def processor(folder: Path, family: str) -> Any:
     made = kind.__new__(kind)
     made.tokenizer = AutoTokenizer.from_pretrained(folder)
     made.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    made.chat_template, made.video_processor = made.tokenizer.chat_template, None
+    made.chat_template, made.video_processor = made.tokenizer.chat_template, Videos()
     for what in ("image", "video"):
         setattr(made, f"{what}_token", f"<|{what}_pad|>")
         setattr(made, f"{what}_token_id", made.tokenizer.convert_tokens_to_ids(f"<|{what}_pad|>"))
     return made
 
 
-def conversations(count: int) -> Any:
-    """Returns a data set of conversations with none, one and two images."""
+def conversations(count: int, videos: bool) -> Any:
+    """Returns a data set of conversations with none, one and two images, and with `videos` also these."""
     import io
 
     import datasets
@@ -145,11 +203,16 @@ def conversations(count: int) -> Any:
 
     images = [[opened(number, k) for k in range(number % 3)] for number in range(count)]
     messages = [chat("What is this? " * (1 + number % 3), "It is this. " * (1 + number % 4)) for number in range(count)]
+    text = content = datasets.Value("string")
+    if videos:
+        content = datasets.List({"type": text, "text": text, "video": text})
+        for number, turns in enumerate(messages):
+            for turn in turns:
+                turn["content"] = [{"type": "text", "text": turn["content"]}]
+            shown = [{"type": "video", "video": str(1 + number % 5)}] * (number % 4 // 2)
+            turns[0]["content"] = [{"type": "image"}] * len(images[number]) + shown + turns[0]["content"]
     kinds = datasets.Features(
-        {
-            "images": datasets.List(datasets.Image()),
-            "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
-        }
+        {"images": datasets.List(datasets.Image()), "messages": datasets.List({"role": text, "content": content})}
     )
     return datasets.Dataset.from_dict({"images": images, "messages": messages}, features=kinds)
 
@@ -162,15 +225,15 @@ def finetune(folder: Path, model: Path, family: str, dynamic: bool, options: dic
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
-    targets = options.pop("lora", None)
+    targets, videos = options.pop("lora", None), options.pop("videos", False)
     adapters = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM") if targets else None
     given = arguments(folder, ranks, 1, **{"max_length": None, "num_train_epochs": 1, **options})
     del given["remove_unused_columns"]
     trainer = SFTTrainer(
         AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
         args=SFTConfig(**given),
-        train_dataset=conversations(38),
-        eval_dataset=conversations(14),
+        train_dataset=conversations(38, videos),
+        eval_dataset=conversations(14, videos),
         processing_class=processor(model, family),
         peft_config=adapters,
     )

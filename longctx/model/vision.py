@@ -22,6 +22,8 @@ VISION_FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
 """Model types whose images are supported; the tests compare a model of each with its own code."""
 IN_BOTH_DIRECTIONS = ("gemma3",)
 """Those in which the tokens of an image see each other in both directions."""
+FRAMES_APART = ("qwen3_vl",)
+"""Those in which texts are between the pairs of frames of a video."""
 VISION_CLASS = "AutoModelForImageTextToText"
 """Class of transformers that loads them."""
 Place = tuple[int, int, tuple[int, int, int], tuple[int, ...], float]
@@ -47,6 +49,11 @@ class Images:
 def is_vision(hf: Any) -> bool:
     """Returns whether a model of transformers is of a family whose images are supported."""
     return hf.config.model_type in VISION_FAMILIES and hasattr(hf.base_model, "language_model")
+
+
+def video_token(hf: Any) -> int | None:
+    """Returns the token that stands for videos in a model of transformers; None if it reads none."""
+    return getattr(hf.config, "video_token_id", None)
 
 
 def is_vision_checkpoint(folder: Path) -> bool:
@@ -165,7 +172,7 @@ def _encode(hf: Any, images: Images, tokens: torch.Tensor | None) -> tuple[dict[
     if not len(features):
         return None, zero
     of_video = torch.zeros(len(features), dtype=torch.bool, device=features.device)
-    video = getattr(hf.config, "video_token_id", None)
+    video = video_token(hf)
     if tokens is not None and video is not None:
         of_video = tokens[(tokens == hf.config.image_token_id) | (tokens == video)] == video
     found = {}

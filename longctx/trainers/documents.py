@@ -12,7 +12,7 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.model.vision import VISION_FAMILIES
 from longctx.planning.tree import Tree
-from longctx.trainers.images import OF_IMAGES, DocumentImages, images_of_rows
+from longctx.trainers.images import PIXELS, DocumentImages, fields_of_images, images_of_rows
 from longctx.trainers.refusals import TrainerError
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -45,16 +45,17 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
 
     A batch has a row of tokens for each, padded by `attention_mask`, or one for all, as TRL's `padding_free` makes it, with the
     number of documents of each under `ROWS`. Rows are cut into documents by `position_ids`. `vision` is the model of
-    transformers if it reads images; rows of a batch with images have one document each.
+    transformers if it reads images; rows of a batch with images or videos have one document each.
 
     Raises TrainerError for a batch without labels, or with fields that would be lost.
     """
-    known = (*OF_TOKENS, *OF_PACKING, *(OF_IMAGES if vision is not None else ()))
+    known = (*OF_TOKENS, *OF_PACKING, *(fields_of_images(vision) if vision is not None else ()))
     lost = sorted(name for name, value in batch.items() if value is not None and name not in known)
     if lost:
         raise TrainerError(
             f"the data collator returns {', '.join(lost)}, which splitting documents would lose: return only "
-            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids, and images only for {', '.join(VISION_FAMILIES)}"
+            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids, and images only for {', '.join(VISION_FAMILIES)}, "
+            "of which those of Qwen also take videos"
         )
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
         raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
@@ -68,9 +69,9 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
         cuts: list[int] = [] if positions is None else np.flatnonzero(_array(positions[row])[kept] == 0)[1:].tolist()
         parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
         rows.append([Document(tokens, np.append(label[1:], IGNORED_LABEL)) for tokens, label in parts if len(tokens)])
-    if batch.get("pixel_values") is not None:
+    if any(batch.get(name) is not None for name in PIXELS):
         if positions is not None or ROWS in batch:
-            raise TrainerError("a batch has images and packed rows: leave out packing, padding_free and position_ids")
+            raise TrainerError("a batch has images or videos and packed rows: leave out packing, padding_free and position_ids")
         found = iter(images_of_rows(vision, batch, [document.tokens for row in rows for document in row]))
         rows = [[replace(document, images=next(found)) for document in row] for row in rows]
     if (counts := batch.get(ROWS)) is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from longctx.memory.advisor import available_bytes
 from longctx.model.huggingface import block_name
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.lora import with_adapters
-from longctx.model.vision import is_vision, with_tower
+from longctx.model.vision import is_vision, weights_of_images, with_tower
 from longctx.parallel.environment import processes_per_node
 from longctx.planning.check import check_settings
+from longctx.planning.cost.spec import Recompute
+from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
@@ -29,6 +32,7 @@ from longctx.trainers.images import reading_images
 from longctx.trainers.refusals import TrainerError, needs_sequences, prepared_part, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
+from longctx.training.data import tower_speed
 from longctx.training.run_profile import RunProfile, model_profile
 
 
@@ -65,9 +69,9 @@ def dynamic_context_parallel(
     args = trainer.args
     check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
     groups = _groups(args)
-    described, most = _profile_and_budget(trainer, profile, tokens_per_rank, groups[1])
+    described, most, tower = _profile_and_budget(trainer, profile, tokens_per_rank, groups[1])
     notes = list(_check_documents(trainer, most * args.world_size))
-    sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups)
+    sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups, tower=tower)
     with sharing.undo as undo:
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
         for model in models:
@@ -157,26 +161,30 @@ def _recorder(trainer: Any) -> Callable[[float], None]:
 
 def _profile_and_budget(
     trainer: Any, profile: HardwareProfile | str | None, tokens_per_rank: int | None, group: dist.ProcessGroup | None
-) -> tuple[RunProfile, int]:
-    """Returns the profile, scaled to the trainer's model unless it is given as a value, and the tokens per rank. Collective."""
+) -> tuple[RunProfile, int, TowerSpeed | None]:
+    """Returns the profile, scaled to the trainer's model unless it is given as a value, the tokens per rank, and the encoder of
+    images, if there is one. Collective.
+    """
     args, model = trainer.args, prepared_part(trainer, trainer.model)
     blocks = model.get_submodule(block_name(model))
     spec = with_tower(spec_of(model, blocks), model)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         spec = with_adapters(spec, blocks, model)
+    elif is_vision(model):
+        spec = replace(spec, frozen_outside=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad))
+    recompute: Recompute = "full" if args.gradient_checkpointing else "none"
     dtype = "bfloat16" if args.bf16 or next(model.parameters()).dtype == torch.bfloat16 else "float32"
     if isinstance(profile, HardwareProfile):
         described = RunProfile("given", profile, ("profile: given as a value, used unscaled",))
     else:
-        described = model_profile(
-            profile, spec, dtype, args.device, args.world_size, "full" if args.gradient_checkpointing else "none"
-        )
+        described = model_profile(profile, spec, dtype, args.device, args.world_size, recompute)
+    tower = tower_speed(spec, dtype, recompute, described.profile)
     if tokens_per_rank:
-        return described, tokens_per_rank
+        return described, tokens_per_rank, tower
     least = torch.tensor(available_bytes(args.device, processes_per_node(args.world_size) or args.world_size) or 0)
     if group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    return described, tokens_that_fit(trainer, spec, dtype, described.profile, int(least))
+    return described, tokens_that_fit(trainer, spec, dtype, described.profile, int(least)), tower
 
 
 def _document_lengths(data: Any) -> npt.NDArray[np.int64]:

@@ -1,15 +1,16 @@
 """Images of documents in the batches of a trainer: found beside their tokens, sent to the ranks that encode them, and read.
 
-A collator returns the pixels of all images of a batch one after the other, as TRL's DataCollatorForVisionLanguageModeling
-does; so they are in the order of the image tokens.
+A collator returns the pixels of all images of a batch one after the other, and those of all videos, as TRL's
+DataCollatorForVisionLanguageModeling does; so they are in the order of their tokens. A pair of frames is encoded as an image.
 """
 
 import contextlib
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,36 +18,57 @@ import torch
 
 from longctx.data.image_shares import Image, Pixels, encoding_ranks
 from longctx.data.image_sources import ImagePlace
-from longctx.model.vision import IN_BOTH_DIRECTIONS, Images, encoded
+from longctx.model.vision import FRAMES_APART, IN_BOTH_DIRECTIONS, Images, encoded, video_token
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import Grid
 from longctx.planning.plan import Plan
 from longctx.trainers.exchange import Known
 from longctx.trainers.refusals import TrainerError
 
-OF_IMAGES = ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")
-"""Fields of a batch that tell of images; the types of tokens follow from the token ids."""
+PIXELS = ("pixel_values", "pixel_values_videos")
+"""Fields of a batch with the pixels of images and of videos."""
 
 
 @dataclass(frozen=True)
 class DocumentImages:
-    """Images of a document: their places, and their pixels, one image after the other.
+    """Images of a document, and pairs of frames of its videos: their places, and the pixels of each.
 
-    `pixels` are [patches, values] of models that take images of any size, or else [images, channels, height, width].
+    Pixels are [patches, values] of models that take images of any size, or else [1, channels, height, width].
     """
 
     places: tuple[ImagePlace, ...]
-    pixels: torch.Tensor
+    pixels: tuple[torch.Tensor, ...]
 
     @property
     def kind(self) -> torch.Tensor:
-        """The pixels of no image: an empty tensor of the same type."""
-        return self.pixels.new_empty(0, *self.pixels.shape[1:])
+        """The pixels of no image. Raises TrainerError if images have several kinds."""
+        return pixels_of_none(self.pixels)
 
-    def of(self, image: int) -> torch.Tensor:
-        """Returns the pixels of an image."""
-        sizes = [rows_of_image(place, self.pixels) for place in self.places]
-        return self.pixels[sum(sizes[:image]) : sum(sizes[: image + 1])]
+
+class _Shown(NamedTuple):
+    """What a run of tokens shows: an image, or pairs of frames, with the grid and the number of tokens of each."""
+
+    pixels: Sequence[torch.Tensor]
+    grid: Grid
+    tokens: int
+    fps: float = 0.0
+
+
+def fields_of_images(hf: Any) -> tuple[str, ...]:
+    """Returns the fields of a batch that tell of images or videos; the types of tokens follow from the token ids."""
+    of_images = ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")
+    of_videos = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+    return of_images if video_token(hf) is None else of_images + of_videos
+
+
+def pixels_of_none(pixels: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the pixels of no image, an empty tensor. Raises TrainerError if those of images are of several kinds."""
+    kinds = {(each.shape[1:], each.dtype): each for each in pixels}
+    if len(kinds) > 1:
+        named = " and ".join(f"{list(shape)} of {dtype}" for shape, dtype in kinds)
+        raise TrainerError(f"images have pixels {named}: make those of all documents by one image processor")
+    ((shape, _), kind), *_ = kinds.items()
+    return kind.new_empty(0, *shape)
 
 
 def rows_of_image(place: ImagePlace, pixels: torch.Tensor) -> int:
@@ -55,40 +77,77 @@ def rows_of_image(place: ImagePlace, pixels: torch.Tensor) -> int:
 
 
 def images_of_rows(hf: Any, batch: Mapping[str, Any], rows: Sequence[npt.NDArray[Any]]) -> list[DocumentImages | None]:
-    """Returns the images of every row of a batch, from the token ids of `rows` without padding.
+    """Returns the images and videos of every row of a batch, from the token ids of `rows` without padding.
 
-    Raises TrainerError if images and tokens of images do not match.
+    Raises TrainerError if pixels and tokens of images do not match.
     """
-    pixels, grids = batch["pixel_values"].cpu(), batch.get("image_grid_thw")
-    at = [np.flatnonzero(ids == hf.config.image_token_id) for ids in rows]
-    sizes: list[tuple[Grid, int]] = [((1, *pixels.shape[-2:]), sum(map(len, at)) // len(pixels))] * len(pixels)
-    if grids is not None:
-        sizes = [(tuple(grid), np.prod(grid) // merge_size(hf) ** 2) for grid in grids.tolist()]
     if hf.config.model_type in IN_BOTH_DIRECTIONS and batch.get("token_type_ids") is None:
         raise TrainerError(
             f"the data collator returns no token_type_ids, by which {type(hf).__name__} lets the tokens of an image see each "
             "other: return them, as its processor does"
         )
+    image = hf.config.image_token_id
+    waiting = {image: _images(hf, batch, sum(int((ids == image).sum()) for ids in rows))}
+    if (video := video_token(hf)) is not None:
+        waiting[video] = _videos(hf, batch)
     found: list[DocumentImages | None] = []
-    images, first = iter(sizes), 0
-    for row, tokens in enumerate(at):
+    for row, ids in enumerate(rows):
         places: list[ImagePlace] = []
+        pixels: list[torch.Tensor] = []
+        tokens, end = np.flatnonzero(np.isin(ids, list(waiting))), -1
         while len(tokens):
-            grid, count = next(images, ((0, 0, 0), 0))
+            shown = next(waiting[ids[tokens[0]]], _Shown((), (0, 0, 0), 0))
+            count = shown.tokens * len(shown.pixels)
             run, tokens = tokens[:count], tokens[count:]
-            after = places[-1].start + places[-1].tokens if places else -1
-            if not count or len(run) < count or run[-1] - run[0] != count - 1 or run[0] == after:
+            if not count or len(run) < count or run[-1] - run[0] != count - 1 or run[0] == end or np.ptp(ids[run]):
                 raise TrainerError(
-                    f"the tokens of images in row {row} of a batch are not those of its images: do not cut documents "
-                    "(max_length=None), and let the processor of the model write these tokens"
+                    f"the tokens of images or videos in row {row} of a batch are not those of its pixels: do not cut "
+                    "documents (max_length=None), and let the processor of the model write these tokens"
                 )
-            places.append(ImagePlace(int(run[0]), int(count), grid))
-        last = first + sum(rows_of_image(place, pixels) for place in places)
-        found.append(DocumentImages(tuple(places), pixels[first:last]) if places else None)
-        first = last
-    if next(images, None) is not None:
-        raise TrainerError("a batch has more images than its tokens of images need: do not cut documents (max_length=None)")
+            starts = run[:: shown.tokens].tolist()
+            places += [ImagePlace(start, shown.tokens, shown.grid, fps=shown.fps) for start in starts]
+            pixels += shown.pixels
+            end = run[-1] + 1
+        found.append(DocumentImages(tuple(places), tuple(pixels)) if places else None)
+    if any(next(shown, None) is not None for shown in waiting.values()):
+        raise TrainerError("a batch has more images or videos than its tokens need: do not cut documents (max_length=None)")
     return found
+
+
+def _images(hf: Any, batch: Mapping[str, Any], tokens: int) -> Iterator[_Shown]:
+    """Yields the images of a batch; without grids they are alike, and share the `tokens`."""
+    pixels, grids = batch.get("pixel_values"), batch.get("image_grid_thw")
+    if pixels is None:
+        return
+    if grids is None:
+        yield from (_Shown([each], (1, *pixels.shape[-2:]), tokens // len(pixels)) for each in pixels.cpu().split(1))
+        return
+    for (time, height, width), each in zip(grids.tolist(), _parts(pixels, grids.prod(-1)), strict=True):
+        yield _Shown([each], (time, height, width), time * height * width // merge_size(hf) ** 2)
+
+
+def _videos(hf: Any, batch: Mapping[str, Any]) -> Iterator[_Shown]:
+    """Yields the videos of a batch, or their pairs of frames if texts are between these."""
+    pixels, grids, seconds = (batch.get(name) for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"))
+    if pixels is None or grids is None:
+        return
+    seconds = torch.ones(len(grids)) if seconds is None else torch.as_tensor(seconds)
+    rates = hf.config.vision_config.temporal_patch_size / seconds.double()
+    parts = _parts(pixels, grids[:, 1:].prod(-1).repeat_interleave(grids[:, 0]))
+    for (count, height, width), rate in zip(grids.tolist(), rates.tolist(), strict=True):
+        pairs = list(itertools.islice(parts, count))
+        for run in [[pair] for pair in pairs] if hf.config.model_type in FRAMES_APART else [pairs]:
+            yield _Shown(run, (1, height, width), height * width // merge_size(hf) ** 2, rate)
+
+
+def _parts(pixels: torch.Tensor, patches: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the pixels of images with so many patches. Raises TrainerError if they are not as many as the pixels."""
+    if int(patches.sum()) != len(pixels):
+        raise TrainerError(
+            f"pixels of {len(pixels):,} patches have grids of {int(patches.sum()):,}: return all that the processor of the "
+            "model makes of a batch"
+        )
+    yield from pixels.cpu().split(patches.tolist())
 
 
 def merge_size(hf: Any) -> int:
@@ -105,11 +164,7 @@ def exchange_pixels(
     Returns a function of images that this rank encodes, which returns their pixels, or those of a blank image for none.
     Raises TrainerError on all ranks if pixels are of several kinds.
     """
-    kinds = {(each.pixels.shape, each.pixels.dtype): each.pixels for each in documents if each.pixels is not None}
-    if len(kinds) > 1:
-        named = " and ".join(f"{list(shape[1:])} of {dtype}" for shape, dtype in kinds)
-        raise TrainerError(f"images have pixel_values {named}: make those of all documents by one image processor")
-    (kind,) = kinds.values()
+    kind = pixels_of_none(each.pixels for each in documents if each.pixels is not None)
     places = {number: document.places for number, document in enumerate(documents) if document.places}
     sent: list[list[torch.Tensor]] = [[] for _ in range(plan.ranks)]
     received: list[list[Image]] = [[] for _ in range(plan.ranks)]
@@ -118,7 +173,7 @@ def exchange_pixels(
         for (document, image), encoder in encoding_ranks(placements, places).items():
             known = documents[document]
             if known.rank == rank:
-                sent[encoder].append(own[known.number].of(image))
+                sent[encoder].append(own[known.number].pixels[image])
             if encoder == rank:
                 received[known.rank].append((document, image))
     sizes = [[rows_of_image(places[document][image], kind) for document, image in images] for images in received]
@@ -151,7 +206,7 @@ def reading_images(hf: Any) -> Iterator[None]:
     def forward(_: Any, *arguments: Any, images: Images | None = None, **named: Any) -> Any:
         if images is None:
             return own(*arguments, **named)
-        with encoded(hf, images) as outputs:
+        with encoded(hf, images, named["input_ids"][0]) as outputs:
             return own(*arguments, mm_encoder_outputs=outputs, **named)
 
     hf.forward = types.MethodType(forward, hf)

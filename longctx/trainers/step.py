@@ -17,6 +17,7 @@ from longctx.attention.huggingface import model_inputs
 from longctx.data.image_shares import share_images
 from longctx.data.packing import MicroBatch, fill
 from longctx.model.huggingface import row
+from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
@@ -61,6 +62,7 @@ class Sharing:
         plans: the last plans, for reports.
         undo: what `restore` closes.
         vision: the model of transformers, if it reads images.
+        tower: its encoder, whose work is planned, too.
     """
 
     profile: HardwareProfile
@@ -74,6 +76,7 @@ class Sharing:
     plans: deque[Plan] = field(default_factory=lambda: deque(maxlen=100))
     undo: ExitStack = field(default_factory=ExitStack)
     vision: Any = None
+    tower: TowerSpeed | None = None
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -183,6 +186,8 @@ class Sharing:
                 profile=self.profile,
                 mode=self.mode,
                 degree=self.degree,
+                images={n: [place[1:3] for place in known.places] for n, known in enumerate(documents) if known.places},
+                tower=self.tower,
             )
         except PlanError as error:
             raise TrainerError(f"{error}; or shorten the documents, as SFTConfig's max_length does") from error

@@ -167,15 +167,15 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
         max_remote_tokens=context.max_remote_tokens,
         pipeline=config.pipeline,
         parts=spec.parts,
-        tower=tower_speed(spec, config, profile),
+        tower=tower_speed(spec, config.dtype, config.train.recompute, profile),
     )
 
 
-def tower_speed(spec: ModelSpec, config: Config, profile: HardwareProfile) -> TowerSpeed | None:
+def tower_speed(spec: ModelSpec, dtype: str, recompute: str, profile: HardwareProfile) -> TowerSpeed | None:
     """Returns the encoder of images, as fast per operation as the matrices of the model; None if it has none."""
     if spec.tower is None:
         return None
-    operations = 6 * work_of(spec, config.dtype, recompute=config.train.recompute).computed
+    operations = 6 * work_of(spec, dtype, recompute=recompute).computed
     return TowerSpeed(spec.tower, spec.tower_backward, profile.linear_s_per_token / operations)
 
 

@@ -80,8 +80,11 @@ class EncodingTimes:
     """Time that the images of documents take on the ranks of a ring, which has no other images."""
 
     def __init__(self, images: ImageWorks) -> None:
-        self._images = images
-        self.whole_ns = sum(image.time_ns for works in images.values() for image in works)
+        self._images = {
+            document: sorted(((work.patches, work.time_ns) for work in works), key=lambda work: -work[0])
+            for document, works in images.items()
+        }
+        self.whole_ns = sum(time for works in self._images.values() for _, time in works)
         """Sum over all images."""
         self._counts = np.zeros(1 + max(images, default=0), dtype=np.int64)  # of images, by document
         for document, works in images.items():
@@ -92,22 +95,28 @@ class EncodingTimes:
     def ring_ns(self, documents: Integers, degrees: Integers) -> Integers:
         """Returns the nanoseconds of the rank that encodes longest, for documents at degrees; both may be broadcast."""
         documents, degrees = np.broadcast_arrays(documents, degrees)
+        if not self.whole_ns:
+            return np.zeros(documents.shape, dtype=np.int64)
         last = len(self._counts) - 1
-        ranks = np.where(documents <= last, np.minimum(degrees, self._counts[np.minimum(documents, last)]), 0)
         rows = np.minimum(documents, last)
-        new = self._found[rows, ranks] < 0
-        for document, count in set(zip(rows[new].tolist(), ranks[new].tolist(), strict=True)):
-            self._found[document, count] = self._busiest_ns(document, count)
+        ranks = np.where(documents <= last, np.minimum(degrees, self._counts[rows]), 0)
         result: Integers = self._found[rows, ranks]
+        if (new := result < 0).any():
+            for document, count in set(zip(rows[new].tolist(), ranks[new].tolist(), strict=True)):
+                self._found[document, count] = self._busiest_ns(document, count)
+            result = self._found[rows, ranks]
         return result
 
     def _busiest_ns(self, document: int, ranks: int) -> int:
-        """As `spread_images` spreads the images of one document, which is quicker with a heap."""
-        times, loads = [0] * ranks, [(0, rank) for rank in range(ranks)]
-        for work in sorted(self._images[document], key=lambda work: -work.patches):
-            load, rank = loads[0]
-            heapq.heapreplace(loads, (load + work.patches, rank))
-            times[rank] += work.time_ns
+        """As `spread_images` spreads the images of one document, which is quicker with a heap of patches · ranks + rank."""
+        works = self._images[document]
+        times = [time for _, time in works[:ranks]]
+        loads = [patches * ranks + rank for rank, (patches, _) in enumerate(works[:ranks])]
+        heapq.heapify(loads)
+        for patches, time in works[ranks:]:
+            load = loads[0]
+            heapq.heapreplace(loads, load + patches * ranks)
+            times[load % ranks] += time
         return max(times)
 
 

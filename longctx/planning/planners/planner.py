@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -83,7 +84,8 @@ def make_plan(
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     check_trees(trees, lengths)
     check_sources(sources, sizes.tolist(), trees)
-    works = {n: [tower.work(*image) for image in found] for n, found in (images or {}).items()} if tower else {}
+    work = cache(tower.work) if tower else None  # many images are alike
+    works = {n: [work(*image) for image in found] for n, found in (images or {}).items()} if work else {}
     step = Step(
         *(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens),
         pipeline=pipeline,

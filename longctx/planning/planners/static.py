@@ -88,7 +88,7 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     """Returns two lower bounds for static plans of one degree: work evenly spread, as much exchange hidden as possible.
 
     The first spreads work over all ranks and also holds for higher degrees, as attention and exchange never shrink as the
-    degree rises. The second spreads work over the groups of this degree.
+    degree rises. The second spreads work over the groups of this degree, whose ranks all count as the one with most images.
     """
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     degrees, groups = np.full_like(lengths, degree), ranks // degree
@@ -101,13 +101,15 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     queries = min(math.ceil(profile.overlap * profile.query_share * linear), -(-2 * max(0, exchange) // 3))
     exposed = max(0, exchange - math.ceil(profile.overlap * attention) - queries)
     work = max(0, linear + attention + exposed - rounding)
+    images = int(step.encoding.ring_ns(np.arange(len(lengths)), degrees).sum())
 
     def bound(ranks_used: int, work: int) -> int:
         micro_batches = -(-int(lengths.sum()) // (ranks_used * tokens_per_rank))
         without_bubble = fixed_ns(profile, micro_batches) + work
         return without_bubble + bubble_bound_ns(profile, step.pipeline, without_bubble, micro_batches, len(lengths))
 
-    return bound(ranks, work * degree // ranks), bound(groups * degree, work // groups)
+    on_all_ranks = (work * degree + step.encoding.whole_ns) // ranks
+    return bound(ranks, on_all_ranks), bound(groups * degree, (work + images) // groups)
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
