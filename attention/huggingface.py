@@ -16,6 +16,7 @@ interact outside attention: docs/families.md lists the models of transformers th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
@@ -159,11 +160,11 @@ def first_position(model: Any) -> int:
 
 def _check_configs(model: Any) -> None:
     linear = bool(linear_layers(model))
-    for config in {id(config): config for config in (model.config, *_configs_of_parts(model))}.values():
+    for config in {id(config): config for config in (model.config, *configs_of_parts(model))}.values():
         check_config(config, linear)
 
 
-def _configs_of_parts(model: Any) -> list[Any]:
+def configs_of_parts(model: Any) -> list[Any]:
     """Returns the config of a model's text, or of an encoder-decoder's encoder and decoder."""
     if not getattr(model.config, "is_encoder_decoder", False):
         return [model.config.get_text_config()]
@@ -213,11 +214,12 @@ def model_inputs(
     inputs: dict[str, Any]
     if source is None:
         inputs = {"input_ids": tokens, "position_ids": positions + first_position(prepared), "use_cache": False}
-        inputs["ring_attention"] = _rings(batch.layout, causal, options, blocks)
+        inputs["ring_attention"] = _rings(batch.layout, Mask(causal=causal, blocks=blocks or {}), options)
     else:
         inputs = attention_inputs(tokens, positions, *(_row(tensor, device) for tensor in (source.tokens, source.positions)))
+        masks = {role: Mask(causal=role == "decoder", hidden=source.hidden if role == "decoder" else {}) for role in ROLES}
         layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
-        inputs["ring_attention"] = ByRole({role: _rings(layouts[role], role == "decoder", options) for role in ROLES})
+        inputs["ring_attention"] = ByRole({role: _rings(layouts[role], masks[role], options) for role in ROLES})
     if target_tokens is not None:
         weights = getattr(batch, "weights", None)
         if weights is not None and bool((weights[batch.labels != -100] != 1).any()):
@@ -236,12 +238,11 @@ def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> t
     return torch.nn.functional.pad(tensor, (0, int(not len(tensor))), value=filler).to(device).unsqueeze(0)
 
 
-def _rings(
-    layout: Layout | CrossLayout, causal: bool, options: Mapping[str, Any], blocks: Mapping[int, Sequence[Span]] | None = None
-) -> "Rings":
+def _rings(layout: Layout | CrossLayout, mask: Mask, options: Mapping[str, Any]) -> "Rings":
+    """`mask` is that of layers without a window."""
+
     def make(scale: float | None, softcap: float, window: int | None, device: torch.device) -> RingAttention:
-        mask = Mask(causal=causal, window=window, blocks=blocks or {})
-        return RingAttention(layout, mask=mask, scale=scale, softcap=softcap, device=device, **options)
+        return RingAttention(layout, mask=replace(mask, window=window), scale=scale, softcap=softcap, device=device, **options)
 
     return Rings(make)
 
@@ -254,7 +255,7 @@ def _check_call(model: torch.nn.Module, layouts: Sequence[Layout]) -> Any:
     prepared: Any = next((module for module in model.modules() if module in _PREPARED), None)
     if prepared is None:
         raise HuggingFaceError(f"{type(model).__name__} is not prepared for packed documents: call prepare(model) first")
-    name, configs = type(prepared).__name__, _configs_of_parts(prepared)
+    name, configs = type(prepared).__name__, configs_of_parts(prepared)
     for config in configs:
         if config._attn_implementation not in (NAME, IN_BOTH_DIRECTIONS, BY_ROLE):
             raise HuggingFaceError(

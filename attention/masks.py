@@ -1,7 +1,7 @@
 """Masks: visibility between the tokens of a document, as a few areas of queries and keys that a schedule cuts up.
 
-A token always sees itself, and never a token of another document. Every mask is a union of disjoint rectangles of (query, key)
-positions, each with a band along the diagonal; a rank's part is a rectangle cut to the chunks of the rank.
+A token that is not hidden always sees itself, and none sees a token of another document. Every mask is a union of disjoint
+rectangles of (query, key) positions, each with a band along the diagonal; a rank's part is a rectangle cut to its chunks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +32,7 @@ class Mask:
             in both directions, regardless of the window.
         blocks: {document: spans of tokens}: tokens of a span (an image) also see all later tokens of the span, regardless of
             the window.
+        hidden: {document: spans of tokens, ascending}: tokens that no token sees, not even they themselves.
     """
 
     causal: bool = True
@@ -39,6 +40,7 @@ class Mask:
     sinks: int = 0
     prefix: Mapping[int, int] = field(default_factory=dict)
     blocks: Mapping[int, Sequence[Span]] = field(default_factory=dict)
+    hidden: Mapping[int, Sequence[Span]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -70,6 +72,9 @@ class Mask:
             whole.cut(rest, (sinks, length)),
         ]
         areas += [Segment(*span, *span, 1, None).cut(span, span) for span in self.blocks.get(document, ())]
+        if hidden := self.hidden.get(document):
+            ends = [0, *(end for span in hidden for end in span), length]
+            areas = [area.cut((0, length), seen) for area in areas for seen in zip(ends[::2], ends[1::2], strict=True)]
         return [area for area in areas if not area.empty]
 
     def tree_areas(self, document: int, tree: Tree) -> list[Segment]:
@@ -78,8 +83,11 @@ class Mask:
         Raises MaskError if a token would see later ones that are not on all paths through the token.
         """
         prompt, root = self.prefix.get(document, 0), tree.lengths[0]
-        if self.blocks.get(document):
-            raise MaskError(f"document {document} is a tree and has blocks, which do not go together: do not merge sequences")
+        if self.blocks.get(document) or self.hidden.get(document):
+            raise MaskError(
+                f"document {document} is a tree and has blocks or hidden tokens, which do not go together: do not merge "
+                "sequences"
+            )
         if not self.causal or prompt > root:
             raise MaskError(
                 f"document {document} is a tree, whose sequences share only their first {root} tokens, and with "
@@ -109,7 +117,10 @@ class Mask:
         for start, stop in self.blocks.get(document, ()):
             seen |= (start <= query) & (query < key) & (key < stop)
         prompt = self.prefix.get(document, 0)
-        return seen | ((query < prompt) & (key < prompt))
+        seen |= (query < prompt) & (key < prompt)
+        for start, stop in self.hidden.get(document, ()):
+            seen[:, start:stop] = False
+        return seen
 
 
 def _moved(area: Segment, queries: int, keys: int) -> Segment:

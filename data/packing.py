@@ -16,7 +16,7 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.masking import Masking
 from longctx.errors import UserError
-from longctx.planning.layout import CrossLayout, Layout
+from longctx.planning.layout import CrossLayout, Layout, Span
 from longctx.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ class EncoderInput:
         layout: spans of the sources that the rank holds, and their rows in the buffer.
         cross: layout of cross-attention, in which the tokens of a target see all tokens of its source.
         tokens, positions: as in `MicroBatch`.
+        hidden: spans of targets, by document of the plan, whose tokens no token of the decoder sees.
     """
 
     layout: Layout
     cross: CrossLayout
     tokens: torch.Tensor
     positions: torch.Tensor
+    hidden: Mapping[int, Sequence[Span]] = field(default_factory=dict)
 
     def layout_of(self, role: str, target: Layout) -> Layout | CrossLayout:
         """Returns the layout of the attention of an encoder, of a decoder, or across; `target` is that of the micro-batch."""
@@ -171,8 +173,12 @@ def pack_with_sources(store: "Store", pieces: "Sequence[Piece]", cross: CrossLay
     sources = [replace(piece, stop=cut) for piece, cut in zip(pieces, cuts, strict=True)]
     targets = [replace(piece, start=cut) for piece, cut in zip(pieces, cuts, strict=True)]
     read = pack(store, sources, cross.sources, **{**options, "weighted": False})
-    written = pack(store, targets, cross.targets, **options)
-    return replace(written, source=EncoderInput(cross.sources, cross, read.tokens, read.positions))
+    return with_source(pack(store, targets, cross.targets, **options), read, cross)
+
+
+def with_source(written: MicroBatch, read: MicroBatch, cross: CrossLayout, **more: Any) -> MicroBatch:
+    """Returns a micro-batch of an encoder-decoder, from those of targets and of sources; `more` is of `EncoderInput`."""
+    return replace(written, source=EncoderInput(cross.sources, cross, read.tokens, read.positions, **more))
 
 
 def with_weights(micro_batch: MicroBatch, read: Callable[[int, int, int], npt.ArrayLike]) -> MicroBatch:
@@ -271,7 +277,7 @@ def pack_seq2seq(
         cross = CrossLayout.of(placements, list(map(len, written)), placements, list(map(len, read)), index, rank)
         encoded = fill(cross.sources, of(read, read), pad_to_multiple_of)
         decoded = fill(cross.targets, of(inputs, expected), pad_to_multiple_of)
-        micro_batches.append(replace(decoded, source=EncoderInput(cross.sources, cross, encoded.tokens, encoded.positions)))
+        micro_batches.append(with_source(decoded, encoded, cross))
     return micro_batches, sum(int((label != IGNORED_LABEL).sum()) for label in expected)
 
 

@@ -101,11 +101,13 @@ def masks(draw: st.DrawFn, lengths: tuple[int, ...]) -> Mask:
     prompts = draw(st.dictionaries(st.integers(0, len(lengths) - 1), st.integers(0, 150))) if causal else {}
     if not causal or sinks or any(prompts.values()) or draw(st.booleans()):
         return Mask(causal, window, sinks, prompts)
-    blocks = {}
+    spans = {}
     for document, length in enumerate(lengths):
         edges = sorted(draw(st.sets(st.integers(0, length), max_size=6)))
-        blocks[document] = list(zip(edges[::2], edges[1::2], strict=False))
-    return Mask(causal, window, blocks=blocks)
+        spans[document] = list(zip(edges[::2], edges[1::2], strict=False))
+    if window is None and draw(st.booleans()):  # the first token is seen by all
+        return Mask(hidden={document: [(max(1, start), stop) for start, stop in each] for document, each in spans.items()})
+    return Mask(causal, window, blocks=spans)
 
 
 @st.composite
@@ -163,6 +165,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "dense": {"mask": Mask(causal=False)},
     "prefix": {"mask": Mask(prefix={0: 150, 1: 77})},
     "images": {"mask": Mask(window=90, blocks={0: ((10, 60), (95, 190)), 1: ((5, 330),)})},
+    "hidden": {"mask": Mask(window=90, hidden={0: ((10, 60), (95, 150)), 1: ((5, 80),)})},
     "two levels": {"ranks_per_node": 2},
     "keys kept": {"keep_kv": True},
     "Ulysses": {"ulysses_degree": 2},

@@ -12,7 +12,6 @@ import torch
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
-from tests.seq2seq_cases import build_seq2seq
 from tests.trainer_cases import (
     DOCUMENTS,
     LONGEST,
@@ -364,11 +363,6 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
     tuned = peft.get_peft_model(model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(TrainerError, match="PROMPT_TUNING adds virtual tokens to every document: use adapters of matrices"):
         dynamic_context_parallel(trainer(tmp_path, of=tuned), tokens_per_rank=200, profile=PROFILE)
-
-
-def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match=r"the model is an encoder-decoder, .* use longctx finetune"):
-        dynamic_context_parallel(trainer(tmp_path, of=build_seq2seq()), tokens_per_rank=200, profile=PROFILE)
 
 
 def test_refusals_of_trainers(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Default of `tokens_per_rank`: what the memory of a rank holds by the estimate that `longctx estimate` prints."""
 
+from dataclasses import replace
 from typing import Any
 
 from longctx.config import load
@@ -41,6 +42,8 @@ def tokens_that_fit(trainer: Any, spec: ModelSpec, dtype: str, profile: Hardware
         tokens = units * UNIT
         changed = config.changed({"batch.tokens_per_rank": tokens})
         loads = list(full_loads(changed, ranks, profile))
+        if spec.encoder_layers:  # as if sources were as long as targets
+            loads = [replace(load, source=load.tokens // 2) for load in loads]
         logits = LOGITS_BYTES * tokens * vocabulary
         if fused_head:
             logits = TILE_BYTES[device] * min(tokens, TILE[0]) * min(vocabulary, TILE[1])

@@ -11,6 +11,7 @@ import torch
 
 from longctx.data import IGNORED_LABEL
 from longctx.model.vision import VISION_FAMILIES
+from longctx.planning.layout import Span
 from longctx.planning.tree import Tree
 from longctx.trainers.images import PIXELS, DocumentImages, fields_of_images, images_of_rows
 from longctx.trainers.refusals import TrainerError
@@ -28,12 +29,19 @@ OF_PACKING = (
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence, or a tree of several. `labels` are what each token predicts, the next one or -100."""
+    """One sequence, a tree of several, or a record of a source and a target.
+
+    `labels` are what each token predicts, the next one or -100. `tokens` are those that the decoder reads, if there is a
+    `source`; no other token sees the `hidden` ones. The target is in a batch from `column` on.
+    """
 
     tokens: Ids
     labels: Ids
     tree: Tree | None = None
     images: DocumentImages | None = None
+    source: Ids | None = None
+    hidden: tuple[Span, ...] = ()
+    column: int = 0
 
     @property
     def targets(self) -> int:
@@ -49,14 +57,7 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
 
     Raises TrainerError for a batch without labels, or with fields that would be lost.
     """
-    known = (*OF_TOKENS, *OF_PACKING, *(fields_of_images(vision) if vision is not None else ()))
-    lost = sorted(name for name, value in batch.items() if value is not None and name not in known)
-    if lost:
-        raise TrainerError(
-            f"the data collator returns {', '.join(lost)}, which splitting documents would lose: return only "
-            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids, and images only for {', '.join(VISION_FAMILIES)}, "
-            "of which those of Qwen also take videos"
-        )
+    refuse_lost_fields(batch, (*OF_TOKENS, *OF_PACKING, *(fields_of_images(vision) if vision is not None else ())))
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
         raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
     ids, labels = (np.asarray(batch[name].cpu(), np.int32) for name in OF_TOKENS)
@@ -78,6 +79,17 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
         return rows
     documents = itertools.chain.from_iterable(rows)
     return [list(itertools.islice(documents, count)) for count in counts.tolist()]
+
+
+def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises TrainerError if a batch has fields that are not `known`."""
+    lost = sorted(name for name, value in batch.items() if value is not None and name not in known)
+    if lost:
+        raise TrainerError(
+            f"the data collator returns {', '.join(lost)}, which splitting documents would lose: return only "
+            f"{', '.join(OF_TOKENS)}, attention_mask and position_ids, decoder_input_ids and decoder_attention_mask only for "
+            f"encoder-decoders, and images only for {', '.join(VISION_FAMILIES)}, of which those of Qwen also take videos"
+        )
 
 
 class CountingRows:

@@ -17,7 +17,7 @@ from longctx.attention.huggingface_check import HuggingFaceError
 from longctx.attention.linear.huggingface import restore_linear
 from longctx.memory.advisor import available_bytes
 from longctx.model.huggingface import block_name
-from longctx.model.huggingface_spec import spec_of
+from longctx.model.huggingface_spec import spec_of, spec_of_seq2seq
 from longctx.model.lora import with_adapters
 from longctx.model.vision import is_vision, weights_of_images, with_tower
 from longctx.parallel.environment import processes_per_node
@@ -29,6 +29,7 @@ from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
+from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.refusals import TrainerError, needs_sequences, prepared_part, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
@@ -53,7 +54,7 @@ def dynamic_context_parallel(
     GRPOTrainer, RLOOTrainer and KTOTrainer, every call of the model.
 
     Args:
-        trainer: the trainer, with a causal language model of transformers.
+        trainer: the trainer, with a causal language model or an encoder-decoder of transformers.
         tokens_per_rank: maximum tokens per rank in a forward pass. None: what the memory of the fullest rank holds by estimate.
         profile: hardware profile, a name or a file; None: that of the device.
         mode, degree: see `make_plan`.
@@ -81,6 +82,10 @@ def dynamic_context_parallel(
                 undo.callback(PlannedHead(model, sharing, _recorder(trainer) if merge_prefixes else None).remove)
         else:
             undo.enter_context(_whole_steps(trainer))
+            if models[0].config.is_encoder_decoder:
+                sharing.seq2seq, sharing.parts = models[0], spec_of_seq2seq(models[0]).parts
+                if trainer.is_fsdp_enabled:
+                    undo.enter_context(sharded_with_head(models[0]))
             if is_vision(models[0]):
                 sharing.vision = models[0]
                 undo.enter_context(reading_images(models[0]))
@@ -142,7 +147,8 @@ def _attention_of(model: Any) -> dict[str, str]:
 def _whole_steps(trainer: Any) -> Iterator[None]:
     kind, collate = type(trainer), trainer.data_collator
     trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
-    trainer.data_collator = CountingRows(collate)
+    pairs = prepared_part(trainer, trainer.model).config.is_encoder_decoder
+    trainer.data_collator = (WatchingTargets if pairs else CountingRows)(collate)
     try:
         yield
     finally:
@@ -166,8 +172,12 @@ def _profile_and_budget(
     images, if there is one. Collective.
     """
     args, model = trainer.args, prepared_part(trainer, trainer.model)
-    blocks = model.get_submodule(block_name(model))
-    spec = with_tower(spec_of(model, blocks), model)
+    if model.config.is_encoder_decoder:
+        with _prepared(model):  # refuses those that have no such blocks
+            blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
+    else:
+        blocks = model.get_submodule(block_name(model))
+        spec = with_tower(spec_of(model, blocks), model)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         spec = with_adapters(spec, blocks, model)
     elif is_vision(model):
@@ -187,12 +197,17 @@ def _profile_and_budget(
     return described, tokens_that_fit(trainer, spec, dtype, described.profile, int(least)), tower
 
 
-def _document_lengths(data: Any) -> npt.NDArray[np.int64]:
-    """Returns the tokens of every document of a data set, from offsets alone, also of rows that TRL has packed."""
+def _document_lengths(data: Any, pairs: bool) -> npt.NDArray[np.int64]:
+    """Returns the tokens of every document of a data set, from offsets alone, also of rows that TRL has packed.
+
+    Of records of an encoder-decoder (`pairs`) these are the tokens of sources and of labels together.
+    """
     packed, lengths = "seq_lengths" in data.column_names, [np.zeros(0, np.int64)]
-    for table in data.select_columns("seq_lengths" if packed else "input_ids").with_format("arrow").iter(10_000):
-        (column,) = table.columns
-        lengths.append((compute.list_flatten(column) if packed else compute.list_value_length(column)).to_numpy())
+    counted = ["seq_lengths"] if packed else ["input_ids", "labels"] if pairs else ["input_ids"]
+    names = [name for name in counted if name in data.column_names]
+    for table in data.select_columns(names).with_format("arrow").iter(10_000):
+        parts = [compute.list_flatten(column) if packed else compute.list_value_length(column) for column in table.columns]
+        lengths.append(sum(part.to_numpy() for part in parts))
     return np.concatenate(lengths)
 
 
@@ -206,7 +221,8 @@ def _check_documents(trainer: Any, most: int) -> Iterator[str]:
         for each in data.values() if isinstance(data, dict) else [data]:
             if "input_ids" not in (getattr(each, "column_names", None) or ()) or not hasattr(each, "data"):
                 continue
-            lengths, limit = _document_lengths(each), getattr(trainer.args, "max_length", None)
+            lengths = _document_lengths(each, trainer.model.config.is_encoder_decoder)
+            limit = getattr(trainer.args, "max_length", None)
             if (longest := lengths.max(initial=0)) > most:
                 raise TrainerError(
                     f"{name} has a document of {longest:,} tokens, but {trainer.args.world_size} ranks hold {most:,}: give "

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from longctx.data.image_sources import ImagePlace
 from longctx.parallel.all_to_all import exchange_rows
-from longctx.planning.layout import Span
-from longctx.planning.plan import Plan
+from longctx.planning.layout import Layout, Span
 from longctx.planning.tree import Tree
 
 
@@ -18,7 +17,8 @@ from longctx.planning.tree import Tree
 class Known:
     """What all ranks know of a document: the rank that has drawn it, its place among that rank's documents, sizes and shape.
 
-    Of one with images also their places, and the kind of their pixels, an empty tensor.
+    Of one with images also their places, and the kind of their pixels, an empty tensor. Of a record with a source the length of
+    that, and the hidden spans of its target.
     """
 
     rank: int
@@ -28,6 +28,8 @@ class Known:
     tree: Tree | None
     places: tuple[ImagePlace, ...] = ()
     pixels: torch.Tensor | None = None
+    source: int = 0
+    hidden: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,17 @@ class Exchange:
     places: dict[tuple[int, int], int]
 
     @classmethod
-    def of(cls, plan: Plan, documents: Sequence[Known], rank: int, lengths: Sequence[int]) -> "Exchange":
-        """`documents` are those of the plan, `lengths` those of all documents of this rank, also ones that are not planned."""
+    def of(
+        cls, layouts: Sequence[Sequence[Layout]], documents: Sequence[Known], rank: int, lengths: Sequence[int]
+    ) -> "Exchange":
+        """`layouts` are those of every rank and micro-batch, `documents` those of the plan, `lengths` those of all documents of
+        this rank, also ones that are not planned."""
         starts = [0, *torch.tensor([0, *lengths]).cumsum(0)[1:].tolist()]
-        own: list[list[torch.Tensor]] = [[] for _ in range(plan.ranks)]
-        held: list[list[torch.Tensor]] = [[] for _ in range(plan.ranks)]
+        own: list[list[torch.Tensor]] = [[] for _ in layouts]
+        held: list[list[torch.Tensor]] = [[] for _ in layouts]
         places, at = {}, 0
-        for holder in range(plan.ranks):
-            for number, (start, stop) in _spans(plan, holder):
+        for holder, of_holder in enumerate(layouts):
+            for number, (start, stop) in _spans(of_holder):
                 document = documents[number]
                 if document.rank == rank:
                     own[holder].append(starts[document.number] + torch.arange(start, stop))
@@ -92,7 +97,6 @@ def _moved(rows: torch.Tensor, before: Side, after: Side, group: Any) -> torch.T
     return rows.new_zeros(after.size, *rows.shape[1:]).index_copy(0, after.rows.to(rows.device), rows)
 
 
-def _spans(plan: Plan, rank: int) -> list[tuple[int, Span]]:
+def _spans(layouts: Sequence[Layout]) -> list[tuple[int, Span]]:
     """Returns the spans of documents that a rank holds, in the order of its micro-batches."""
-    layouts = (plan.layout(index, rank) for index in range(len(plan.micro_batches)))
     return [(shard.document, span) for layout in layouts for shard in layout.shards for span in (shard.head, shard.tail)]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from longctx.attention.huggingface import configs_of_parts
 from longctx.errors import UserError
 from longctx.model.vision import is_vision, weights_of_images
 
@@ -96,13 +97,15 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
 
 
 def _model_problems(trainer: Any) -> Iterator[str]:
-    if trainer.model.config.is_encoder_decoder:
-        yield "the model is an encoder-decoder, whose batches have sources and targets: use longctx finetune"
+    if trainer.model.config.is_encoder_decoder and (name := trainer_of_trl(trainer)):
+        yield f"{name} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
+    if getattr(trainer.args, "predict_with_generate", False) and trainer.is_fsdp_enabled:
+        yield "predict_with_generate calls parts of the model, whose weights FSDP keeps sharded: omit it, or use DDP"
     for config in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {}).values():
         if config.is_prompt_learning:
             yield f"{config.peft_type.value} adds virtual tokens to every document: use adapters of matrices, such as LoRA"
     model = prepared_part(trainer, trainer.model)
-    for config in filter(None, (model.config.get_text_config(), getattr(model.config, "vision_config", None))):
+    for config in filter(None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))):
         for name, value in config.to_dict().items():
             if name in ("attention_dropout", "attn_pdrop") and value:
                 yield f"{name} is {value:g} in the model's config, which would depend on how documents are split: set it to 0"

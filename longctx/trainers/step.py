@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from longctx.attention.huggingface import model_inputs
 from longctx.data.image_shares import share_images
-from longctx.data.packing import MicroBatch, fill
+from longctx.data.packing import MicroBatch, fill, with_source
 from longctx.model.huggingface import row
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers.documents import Document
@@ -63,6 +65,8 @@ class Sharing:
         undo: what `restore` closes.
         vision: the model of transformers, if it reads images.
         tower: its encoder, whose work is planned, too.
+        seq2seq: the model of transformers, if it is an encoder-decoder.
+        parts: see `make_plan`.
     """
 
     profile: HardwareProfile
@@ -77,6 +81,8 @@ class Sharing:
     undo: ExitStack = field(default_factory=ExitStack)
     vision: Any = None
     tower: TowerSpeed | None = None
+    seq2seq: Any = None
+    parts: PartCosts = EQUAL_PARTS
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -107,16 +113,7 @@ class Sharing:
         planned = [document for document in everything if every or document.targets] or everything[:1]
         plan = self._plan(planned)
         mine = list(itertools.chain.from_iterable(batches))
-        exchange = Exchange.of(plan, planned, self.rank, [len(document.tokens) for document in mine])
-        drawn = [np.stack([document.tokens, document.labels], 1).astype(np.int64) for document in mine]
-        rows = np.concatenate([np.empty((0, 2), np.int64), *drawn])
-        held = exchange.to_holders(torch.from_numpy(rows), self.ids_group).numpy()
-
-        def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
-            at = exchange.places[document, start]
-            return held[at : at + stop - start, 0], held[at : at + stop - start, 1]
-
-        filled = [fill(plan.layout(index, self.rank), read) for index in range(len(plan.micro_batches))]
+        exchange, filled = self._micro_batches(plan, planned, mine)
         return Share(
             micro_batches=self._with_images(plan, planned, mine, filled),
             micro_batch_targets=[sum(planned[placed.document].targets for placed in each) for each in plan.micro_batches],
@@ -125,6 +122,40 @@ class Sharing:
             batches=len(known),
             exchange=exchange,
         )
+
+    def _micro_batches(
+        self, plan: Plan, planned: Sequence[Known], mine: Sequence[Document]
+    ) -> tuple[Exchange, list[MicroBatch]]:
+        """Returns how rows travel, or those of targets, and this rank's micro-batches. Collective."""
+        written = [np.stack([document.tokens, document.labels], 1) for document in mine]
+        numbers = range(len(plan.micro_batches))
+        if self.seq2seq is None:
+            layouts = [[plan.layout(number, rank) for number in numbers] for rank in range(self.ranks)]
+            return self._filled(layouts, planned, written)
+        cross = [[plan.cross_layout(number, rank) for number in numbers] for rank in range(self.ranks)]
+        exchange, targets = self._filled([[each.targets for each in of_rank] for of_rank in cross], planned, written)
+        read = [np.stack([document.source] * 2, 1) for document in mine if document.source is not None]
+        _, sources = self._filled([[each.sources for each in of_rank] for of_rank in cross], planned, read)
+        hidden = {number: document.hidden for number, document in enumerate(planned) if document.hidden}
+        parts = zip(targets, sources, cross[self.rank], strict=True)
+        return exchange, [with_source(target, source, each, hidden=hidden) for target, source, each in parts]
+
+    def _filled(
+        self, layouts: Sequence[Sequence[Layout]], planned: Sequence[Known], drawn: Sequence[npt.NDArray[Any]]
+    ) -> tuple[Exchange, list[MicroBatch]]:
+        """Returns the same for layouts and rows. Collective.
+
+        `layouts` are those of every rank, `drawn` the tokens and labels [tokens, 2] of this rank's documents.
+        """
+        exchange = Exchange.of(layouts, planned, self.rank, list(map(len, drawn)))
+        rows = np.concatenate([np.empty((0, 2), np.int64), *drawn]).astype(np.int64)
+        held = exchange.to_holders(torch.from_numpy(rows), self.ids_group).numpy()
+
+        def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
+            at = exchange.places[document, start]
+            return held[at : at + stop - start, 0], held[at : at + stop - start, 1]
+
+        return exchange, [fill(layout, read) for layout in layouts[self.rank]]
 
     def _with_images(
         self, plan: Plan, planned: Sequence[Known], mine: Sequence[Document], micro_batches: list[MicroBatch]
@@ -181,6 +212,8 @@ class Sharing:
             plan = make_plan(
                 [document.length for document in documents],
                 trees={number: document.tree for number, document in enumerate(documents) if document.tree is not None},
+                sources=[] if self.seq2seq is None else [document.source for document in documents],
+                parts=self.parts,
                 ranks=self.ranks,
                 tokens_per_rank=self.tokens_per_rank,
                 profile=self.profile,
@@ -197,5 +230,6 @@ class Sharing:
 
 def _sizes(document: Document) -> tuple[Any, ...]:
     """Returns what other ranks know of a document."""
-    of_images = () if document.images is None else (document.images.places, document.images.kind)
-    return len(document.tokens), document.targets, document.tree, *of_images
+    of_images = ((), None) if document.images is None else (document.images.places, document.images.kind)
+    source = 0 if document.source is None else len(document.source)
+    return source + len(document.tokens), document.targets, document.tree, *of_images, source, document.hidden

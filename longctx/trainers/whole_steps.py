@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.data import IGNORED_LABEL
 from longctx.trainers.documents import Document, rows_of
+from longctx.trainers.pairs import OF_TARGETS, TARGETS, columns_of, rows_of_pairs
 from longctx.trainers.step import Share, Sharing
 
 
@@ -67,11 +68,16 @@ class WholeSteps:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Returns the loss over the documents of all ranks, and logits and labels of this rank's rows if they are asked for."""
         labels, logits = inputs.get("labels"), []
-        ids = inputs["input_ids"]
-        targets = torch.full_like(ids, IGNORED_LABEL) if labels is None else labels
-        drawn = self._documents({**inputs, "labels": targets})
-        share = self.dynamic.start([drawn], every=not prediction_loss_only).result()
-        loss: torch.Tensor = torch.zeros((), device=self.args.device)
+        generates = hasattr(self, "_pad_tensors_to_max_len") and self.args.predict_with_generate  # Seq2SeqTrainer
+        if generates and not prediction_loss_only:
+            loss = None if labels is None else self.prediction_step(model, inputs, True)[0]
+            return loss, *self._generated(model, inputs, ignore_keys)
+        of_pairs = self.dynamic.seq2seq is not None
+        ids: Any = inputs.get("decoder_input_ids" if of_pairs and labels is None else "input_ids")
+        targets: Any = torch.full_like(ids, IGNORED_LABEL) if labels is None and ids is not None else labels
+        rows = self._rows({**inputs, "labels": targets}, training=False)
+        share = self.dynamic.start([list(itertools.chain.from_iterable(rows))], every=not prediction_loss_only).result()
+        loss = torch.zeros((), device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager(), self._metrics_of_the_step(share):
             for batch in share.micro_batches:
                 own, divisor = self.dynamic.inputs(model, batch), self._divisor(share)
@@ -87,8 +93,15 @@ class WholeSteps:
         if prediction_loss_only:
             return loss, None, None
         mask = inputs.get("attention_mask")
-        kept = torch.ones_like(ids) if mask is None else mask
+        kept = columns_of(rows, targets) if of_pairs else torch.ones_like(ids) if mask is None else mask
         return (loss if labels is not None else None), self.dynamic.rows_of_batch(share, logits, kept), labels
+
+    def evaluation_loop(self: Any, *arguments: Any, **named: Any) -> Any:
+        """Leaves out rows that repeat others, which have no values here; Seq2SeqTrainer would keep them. Losses stay."""
+        own: Any = super()
+        every, once = self.gather_function, self.accelerator.gather_for_metrics
+        self.gather_function = lambda values: (every if torch.is_tensor(values) and values.dim() == 1 else once)(values)
+        return own.evaluation_loop(*arguments, **named)
 
     def _draw(self: Any, epoch_iterator: Iterator[Any], num_batches: int) -> None:
         """Takes the batches of the next step, and begins to share their documents."""
@@ -97,11 +110,33 @@ class WholeSteps:
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
         """Returns the documents of the last batch that the loader has yielded."""
-        state, rows = self.accelerator.gradient_state, rows_of(batch, self.dynamic.vision)
+        return list(itertools.chain.from_iterable(self._rows(batch)))
+
+    def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
+        """Returns the same by row."""
+        state, seq2seq = self.accelerator.gradient_state, self.dynamic.seq2seq
+        rows = rows_of(batch, self.dynamic.vision) if seq2seq is None else rows_of_pairs(batch, seq2seq, training)
         if state.end_of_dataloader and (remainder := rows_of_last_batches(state.active_dataloader)):
             # accelerate fills the last batches of an epoch with rows of its first ones
             rows = rows[: max(0, remainder - self.dynamic.rank * len(rows))]
-        return list(itertools.chain.from_iterable(rows))
+        return rows
+
+    def _generated(
+        self: Any, model: Any, inputs: Mapping[str, Any], ignore_keys: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns what the model, with its own attention, generates for this rank's rows, and their labels, padded as by it."""
+        own: Any = super()
+        labels, started = inputs.get("labels"), inputs.get("decoder_input_ids")
+        of_labels = labels is not None and started is not None and started.shape == labels.shape
+        left_out = ("labels", TARGETS, *(OF_TARGETS if of_labels else ()))
+        given = {name: value for name, value in inputs.items() if name not in left_out}
+        _, generated, _ = own.prediction_step(model, given, False, ignore_keys=ignore_keys)
+        if labels is not None:
+            config = self.model.generation_config
+            sizes = [config.max_length, (config.max_new_tokens or 0) + 1]
+            size = next((size for size in sizes if labels.shape[-1] < size), labels.shape[-1])
+            labels = self._pad_tensors_to_max_len(self._prepare_input(labels), size)
+        return generated, labels
 
     def _divisor(self: Any, share: Share) -> torch.Tensor:
         """Returns what the trainer divides the sum of token losses by. It multiplies by the number of ranks only if it averages
@@ -155,10 +190,10 @@ def rows_of_last_batches(loader: Any) -> int:
 
 
 class _Inputs(dict[str, Any]):
-    """A share in the place of a batch. Trainers count the tokens of `input_ids` that `attention_mask` keeps."""
+    """A share in the place of a batch. Trainers count the tokens, or those of sources, in `input_ids`."""
 
     def __init__(self, share: Share) -> None:
-        tokens = [batch.tokens for batch in share.micro_batches]
+        tokens = [(batch.source or batch).tokens for batch in share.micro_batches]
         ids = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
         super().__init__(input_ids=ids, attention_mask=torch.ones_like(ids))
         self.share = share
