@@ -203,7 +203,13 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in not_measured:
         assert getattr(found, name) == getattr(H100, name)
         assert content["measured"]["not_measured"][name] == "one process: taken from h100-nvlink-ib"
-    given = {"kv_bytes_per_token", "state_bytes", "exchange_levels", "query_share"}  # given by the model and the settings
+    given = {
+        "kv_bytes_per_token",
+        "state_bytes",
+        "split_s_per_token",
+        "exchange_levels",
+        "query_share",
+    }  # given by the model and the settings
     assert set(content["measured"]["relative_residual"]) == set(found.to_dict()) - not_measured - given
     assert found.exchange_levels == 2
     assert found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3

@@ -14,7 +14,8 @@ from longctx import make_plan
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.config import load
 from longctx.data.packing import pack_documents
-from longctx.planning.cost.model import mate_ns
+from longctx.planning.assignment import Assignment
+from longctx.planning.cost.model import score
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.work import work_of
@@ -124,12 +125,11 @@ def test_layers_without_attention_cost_no_attention(checkpoints: dict[str, Path]
     assert plan.degrees and profile.state_bytes == work_of(mamba, "float32").state_bytes > 0
 
 
-def test_states_cost_the_same_for_every_length() -> None:
-    lengths, degrees = np.array([1000, 64_000]), np.array([4, 4])
-    without, given = (np.array(mate_ns(replace(H100, state_bytes=each), lengths, degrees)) for each in (0.0, 1e6))
-    extra = given - without
-    assert np.abs(extra[:, 0] - extra[:, 1]).max() <= 1  # rounded up
-    assert extra[0, 0] == pytest.approx(1e6 / H100.intra_node_bytes_per_s * 1e9, abs=1)
+def test_states_cost_the_same_for_every_length_and_nothing_hides_them() -> None:
+    ring = Assignment(np.array([0]), np.array([0]), np.array([4]), np.array([False]))
+    for length in (1000, 64_000):
+        times = [score(replace(H100, latency_s=0.0, state_bytes=each), np.array([length]), ring, 4).time for each in (0.0, 1e6)]
+        assert (times[1] - times[0])[0].tolist() == [pytest.approx(3e6 / H100.intra_node_bytes_per_s * 1e9, abs=3)] * 4
 
 
 def test_a_linear_layer_without_a_layout_is_an_error() -> None:

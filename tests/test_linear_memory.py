@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from longctx.model.linear_memory import linear_memory
+from longctx.model.linear_costs import linear_costs
 from tests.lora_cases import make_checkpoint
 from tests.marks import slow_unless
 from tests.memory_cases import peak_and_estimate
@@ -51,4 +51,4 @@ class Exponential(nn.Linear):
 
 
 def test_what_a_layer_keeps_and_needs_in_backward_is_counted() -> None:
-    assert linear_memory(Exponential(1, 1).requires_grad_(False), Exponential, 8) == (8 * 4, 3 * 8 * 4)
+    assert linear_costs(Exponential(1, 1).requires_grad_(False), Exponential, 8)[:2] == (8 * 4, 3 * 8 * 4)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, tokens_on_ranks
 from longctx.planning.cost.bounds import document_bound_ns, step_bound_ns, tight_step_bound_ns
-from longctx.planning.cost.model import alone_ns, attention_ns, log2, score
+from longctx.planning.cost.model import alone_ns, attention_ns, log2, score, states_ns
+from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import shard_tokens
 from longctx.planning.planners.planner import make_plan
@@ -39,27 +40,32 @@ def plain_time_s(
     profile: HardwareProfile, lengths: list[int], rings: list[tuple[int, int, int, bool]], rank: int
 ) -> tuple[float, float]:
     """Returns (time, exposed) of one rank that holds shards of `rings`: (document, first rank, degree, reversed)."""
-    tokens, attention, intra, inter, mates = 0, 0.0, 0.0, 0.0, False
+    tokens, attention, intra, inter, mates, split, near_states, far_states = 0, 0.0, 0.0, 0.0, False, 0, 0.0, 0.0
     node = rank // profile.ranks_per_node
     for document, first, degree, reverse in rings:
         if first <= rank < first + degree:
             index = rank - first
-            tokens += shard_tokens(lengths[document], degree, degree - 1 - index if reverse else index)
+            held = shard_tokens(lengths[document], degree, degree - 1 - index if reverse else index)
+            tokens += held
+            split += held * (degree > 1)
             attention += plain_attention_s(profile, lengths[document], degree)
             others = [r for r in range(first, first + degree) if r != rank]
             near = sum(r // profile.ranks_per_node == node for r in others)
             mates |= bool(others)
             far = len(others) - near
+            near_states += near * profile.state_bytes / profile.intra_node_bytes_per_s
+            far_states += far * profile.state_bytes / profile.inter_node_bytes_per_s
             size = lengths[document] / degree * profile.kv_bytes_per_token
             if profile.exchange_levels == 2:  # ranks of the node share the received rows and pass them on
                 passed_on = far * near / (near + 1)
                 near, far = near + passed_on, far / (near + 1)
             intra += size * near / profile.intra_node_bytes_per_s
             inter += size * far / profile.inter_node_bytes_per_s
-    exchange = profile.latency_s + max(intra, inter) if mates else 0.0
+    exchange = profile.latency_s * (not profile.state_bytes) + max(intra, inter) if mates else 0.0
+    states = profile.latency_s * bool(profile.state_bytes) + max(near_states, far_states) if mates else 0.0
     linear = profile.linear_s_per_token * tokens
     in_queries = min(profile.overlap * profile.query_share * linear, 2 / 3 * exchange)
-    exposed = max(0.0, exchange - profile.overlap * attention - in_queries)
+    exposed = max(0.0, exchange - profile.overlap * attention - in_queries) + states + profile.split_s_per_token * split
     return linear + attention + exposed, exposed
 
 
@@ -203,3 +209,20 @@ def test_a_ring_alone_takes_what_the_score_says(length: int, degree: int, first:
     two_tokens = 2 * 89_000  # the largest shard may not be on the rank that waits longest
     assert alone - two_tokens - 2 * degree - 4 <= exact <= alone + 2 * degree + 4
     assert document_bound_ns(H100, np.array([length]), np.array([degree]), 1 << 40)[0] <= exact
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(1, 200_000), st.integers(2, 40), st.integers(0, 39), profiles())
+def test_a_ring_with_states_is_between_its_bound_and_its_estimate(
+    length: int, degree: int, first: int, profile: HardwareProfile
+) -> None:
+    profile = replace(profile, state_bytes=max(1e6, profile.state_bytes))
+    lengths, degrees, offset = np.array([length]), np.array([degree]), np.array([first % profile.ranks_per_node])
+    a = Assignment(np.array([0]), np.array([first]), degrees, np.array([False]))
+    timed = score(profile, lengths, a, 80)
+    exact, states = int(timed.time.max()), states_ns(profile, lengths, a, (1, 80))
+    assert document_bound_ns(profile, lengths, degrees, 1 << 40)[0] <= exact
+    assert exact <= int(alone_ns(profile, lengths, degrees, offset)[0]) + 4 * degree + 6
+    without = score(replace(profile, state_bytes=0.0, split_s_per_token=0.0, latency_s=0.0), lengths, a, 80)
+    assert (timed.time == without.time + states).all() and (states[:, first : first + degree] > 0).all()  # nothing hides them
+    assert choose_rounds(profile, lengths, a, timed)[1].makespan_ns >= timed.makespan_ns

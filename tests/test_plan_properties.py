@@ -47,6 +47,8 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         exchange_levels=draw(st.sampled_from([1, 1, 2])),
         attention_split_penalty=draw(st.sampled_from([0.0, 0.3, 1.7])),
         query_share=draw(st.sampled_from([0.0, 0.07, 1.0])),
+        state_bytes=draw(st.sampled_from([0.0, 0.0, 1e6, 1e9])),
+        split_s_per_token=draw(st.sampled_from([0.0, 1e-5])),
     )
 
 

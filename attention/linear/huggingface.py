@@ -46,9 +46,14 @@ def linear_layers(model: nn.Module) -> dict[nn.Module, type]:
     }
 
 
+def has_delta_rule(layer: Any) -> bool:
+    """Returns whether a linear layer has one; Mamba-2 has none."""
+    return not hasattr(layer, "ssm_state_size")
+
+
 def state_size(layer: Any) -> int:
     """Returns the number of values that a linear layer sends per segment: a state and its transition for every head."""
-    if hasattr(layer, "ssm_state_size"):
+    if not has_delta_rule(layer):
         return int(layer.num_heads * (layer.ssm_state_size * layer.head_dim + 1))
     if hasattr(layer, "forget_gate"):  # Kimi Delta Attention
         return int(layer.num_heads * 2 * layer.head_dim**2)

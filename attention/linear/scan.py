@@ -9,11 +9,14 @@ pair of ranks and layer, however many segments; autograd runs the same in revers
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 
+from longctx.attention.host_to_device import copy_to
 from longctx.attention.linear.chunked import Chunks, scan_chunks
+from longctx.attention.linear.fused import dtype_of, scan_fused
 from longctx.attention.linear.segments import Messages, RankSegment, RankSegments, before, carried_rows, state_messages
 from longctx.attention.linear.sending import MakeExchange, receive
 from longctx.attention.segment_builder import RowSet, row_index
@@ -24,29 +27,43 @@ Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class Group:
-    """Some segments of a buffer: their rows, and their chunks."""
+    """Some segments of a buffer: their rows, lengths and bounds, on the device and on the CPU."""
 
     segments: tuple[RankSegment, ...]
     rows: RowSet
-    chunks: Chunks
+    lengths: tuple[int, ...]
+    bounds: tuple[torch.Tensor, torch.Tensor]
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        return Chunks.of(self.lengths, self.bounds[0].device)
 
     @classmethod
     def of(cls, segments: list[RankSegment], device: torch.device | str) -> "Group | None":
         if not segments:
             return None
         ranges = [segment.rows for segment in segments]
-        return cls(tuple(segments), RowSet.of(ranges, device), Chunks.of(list(map(len, ranges)), device))
+        lengths = tuple(map(len, ranges))
+        bounds = torch.tensor([0, *accumulate(lengths)])
+        return cls(tuple(segments), RowSet.of(ranges, device), lengths, (copy_to(bounds, device), bounds))
 
-    def run(self, tensors: Given, initial: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the outputs of its rows, and the states at the ends of its segments; initial states are zero if not given."""
+    def run(
+        self, tensors: Given, fused: torch.dtype | None, initial: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the outputs of its rows, and the states at the ends of its segments; initial states are zero if not given.
+
+        `fused`: see `dtype_of`.
+        """
         q, k, v, decay, beta = tensors
+        if fused is not None and beta is not None:
+            return scan_fused(q, k, v, decay, beta, initial, self.bounds, fused)
         if initial is None:
             initial = v.new_zeros(len(self.segments), *v.shape[1:2], k.shape[2], v.shape[2])
         return scan_chunks(q, k, v, decay, beta, initial, self.chunks)
 
     def split(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Returns the rows of every segment."""
-        return list(x.split(self.chunks.lengths))
+        return list(x.split(self.lengths))
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,7 @@ def linear_attention(
 ) -> torch.Tensor:
     """Returns linear attention [tokens, heads, v_dim] within every document, in the dtype of v.
 
-    Computes and sends states in float32, or in float64 if v is float64.
+    Computes and sends states in float32, or in float64 if v is float64; see also `fused`.
 
     Args:
         q, k: [tokens, heads, k_dim]; scaled, and normalized if the model does so.
@@ -116,7 +133,8 @@ def linear_attention(
     decay = decay if decay.dim() == 3 else decay[..., None]
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():  # meta has none
-        return _attend(_each(lambda x: x.to(wide), (q, k, v, decay, beta)), scan, make).to(v.dtype)
+        fused = dtype_of(v, k.shape[2], beta)
+        return _attend(_each(lambda x: x.to(wide), (q, k, v, decay, beta)), scan, make, fused).to(v.dtype)
 
 
 def _each(function: Callable[[torch.Tensor], torch.Tensor], tensors: Given) -> Given:
@@ -124,18 +142,18 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], tensors: Given) -> G
     return function(q), function(k), function(v), function(decay), None if beta is None else function(beta)
 
 
-def _attend(tensors: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
+def _attend(tensors: Given, scan: Scan, make: MakeExchange, fused: torch.dtype | None) -> torch.Tensor:
     q, k, _, decay, beta = tensors
     outs: list[torch.Tensor] = []
     ends: list[torch.Tensor] = []
     transitions: list[torch.Tensor] = []
     reach = q  # replaced if there are later segments, which alone use it
     if scan.first is not None:
-        out, end = scan.first.run(_each(scan.first.rows.read, tensors))
+        out, end = scan.first.run(_each(scan.first.rows.read, tensors), fused)
         outs, ends = [out], [end]
         transitions = [end.new_zeros(*end.shape[:2], *((k.shape[2],) * 2 if beta is not None else (decay.shape[2], 1)))]
     if scan.later is not None:
-        out, reach, end, transition = _affine(scan.later, _each(scan.later.rows.read, tensors))
+        out, reach, end, transition = _affine(scan.later, _each(scan.later.rows.read, tensors), fused)
         outs, ends, transitions = [*outs, out], [*ends, end], [*transitions, transition]
     if len(scan.carried):
         parts = [torch.cat(each).index_select(0, scan.carried) for each in (transitions, ends)]
@@ -151,7 +169,9 @@ def _attend(tensors: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
     return outs[0] if scan.order is None else torch.cat(outs).index_select(0, scan.order)
 
 
-def _affine(group: Group, tensors: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _affine(
+    group: Group, tensors: Given, fused: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns o [rows, heads, v_dim], W [rows, heads, k_dim], B [segments, heads, k_dim, v_dim] and M of each segment.
 
     M is [segments, heads, k_dim, k_dim], or without delta rule its diagonal, see `affine.Maps`.
@@ -159,12 +179,12 @@ def _affine(group: Group, tensors: Given) -> tuple[torch.Tensor, torch.Tensor, t
     q, k, v, decay, beta = tensors
     if beta is None:
         totals = [part.cumsum(0) for part in group.split(decay)]
-        out, end = group.run(tensors)
+        out, end = group.run(tensors, fused)
         return out, q * torch.cat(totals).exp(), end, torch.stack([total[-1] for total in totals]).exp()[..., None]
     # W and M are the output and the state of values of zero after a state of one.
     k_dim = k.shape[2]
     one = torch.eye(k_dim, dtype=q.dtype, device=q.device).expand(len(group.segments), v.shape[1], -1, -1)
-    out, end = group.run(tensors, torch.cat([one, one.new_zeros(*one.shape[:3], v.shape[2])], dim=-1))
+    out, end = group.run(tensors, fused, torch.cat([one, one.new_zeros(*one.shape[:3], v.shape[2])], dim=-1))
     return out[..., k_dim:], out[..., :k_dim], end[..., k_dim:], end[..., :k_dim]
 
 

@@ -158,7 +158,7 @@ def _measure(profiled: ProfiledRun, work: RankWork, nodes: Nodes, tell: Callable
     constants.add(
         Measurement({"exchange_levels": constants.profile.exchange_levels}, "setting context.two_level_exchange"),
         Measurement({"kv_bytes_per_token": work.kv_bytes}, "model: layers × (K, V) × heads × size × passes"),
-        Measurement({"state_bytes": work.state_bytes}, "model: states of linear attention"),
+        Measurement({"state_bytes": 0.0, "split_s_per_token": 0.0}, "model: no linear attention in the native decoder"),
     )
     if nodes.per_node < nodes.ranks:
         constants.add(Measurement({"ranks_per_node": constants.profile.ranks_per_node}, "launcher"))

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from longctx.attention.linear.huggingface import linear_layers, state_size
+from longctx.attention.linear.huggingface import has_delta_rule, linear_layers, state_size
 from longctx.model.experts import stacks_experts
-from longctx.model.linear_memory import linear_memory
+from longctx.model.linear_costs import LinearCosts, linear_costs
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
@@ -86,7 +86,7 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     if any(map(stacks_experts, block.parameters())):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
     linear = linear_layers(block)
-    kept, working = zip((0, 0), *(linear_memory(each, kind, config.hidden_size) for each, kind in linear.items()), strict=True)
+    (costs,) = [linear_costs(each, kind, config.hidden_size) for each, kind in linear.items()] or [LinearCosts()]
     return LayerSpec(
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
@@ -97,8 +97,11 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
         idle_parameters=matrices - visited,
         state_size=sum(map(state_size, linear)),
-        linear_kept=sum(kept),
-        linear_working=sum(working),
+        scan_flops=costs.scan,
+        split_flops=costs.split,
+        delta_rule=any(map(has_delta_rule, linear)),
+        linear_kept=costs.kept,
+        linear_working=costs.working,
     )
 
 

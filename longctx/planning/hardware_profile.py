@@ -48,6 +48,7 @@ class HardwareProfile:
             default, for models that compute queries before K and V are sent.
         state_bytes: bytes of the states of linear attention that a rank receives from every other rank of a document's ring,
             summed over all layers and passes, whatever the document's length. 0, the default, without linear attention.
+        split_s_per_token: time per token that the scans of linear attention take more in documents on several ranks.
     """
 
     linear_s_per_token: float
@@ -65,6 +66,7 @@ class HardwareProfile:
     attention_split_penalty: float = 0.3
     query_share: float = 0.0
     state_bytes: float = 0.0
+    split_s_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -72,7 +74,7 @@ class HardwareProfile:
             value = getattr(self, name)
             if name in ("overlap", "query_share"):
                 valid, rule = _is_number(value) and 0 <= value <= 1, "in [0, 1]"
-            elif name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", "state_bytes"):
+            elif name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", "state_bytes", "split_s_per_token"):
                 valid, rule = _is_number(value) and value >= 0, "a number ≥ 0"
             else:
                 valid, rule = _is_number(value) and value > 0, "a positive number"

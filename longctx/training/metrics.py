@@ -252,11 +252,11 @@ def model_flops(
 
     Some may be `trees`, or have `images`, or all are pairs, whose sources have `sources` tokens.
     `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
-    tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding are
-    not counted.
+    tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights; and the scans of linear
+    attention as in long documents that are not split. Recomputation and padding are not counted.
     """
-    of_images = sum(image.flops for works in images.values() for image in works)
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + of_images
+    beside = sum(image.flops for works in images.values() for image in works) + round(spec.scan_flops * sum(lengths))
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + beside
 
 
 def gpu_kind(device_name: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from longctx.attention.linear import fused
 from longctx.config import Config
 from longctx.config.settings import ModelSection
 from longctx.errors import UserError
@@ -161,6 +162,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         tokens_per_rank=config.batch.tokens_per_rank,
         gpus=ranks,
         expert=config.parallel.expert_parallel_size,
+        fused=fused.run_in(getattr(torch, config.dtype), device),
     )
     if config.context.ulysses_degree not in (1, "auto"):
         work = replace(work, queries=0.0)  # heads are swapped once the queries are there
@@ -189,7 +191,8 @@ def model_profile(
     if described is None:
         profile = profile if node is None else replace(profile, ranks_per_node=node)
         return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
-    work = replace(work_of(spec, dtype, recompute=recompute, gpus=ranks), queries=0.0)
+    scans = fused.run_in(getattr(torch, dtype), device.type)
+    work = replace(work_of(spec, dtype, recompute=recompute, gpus=ranks, fused=scans), queries=0.0)
     scaled = _scaled(name, profile, described, work, "this model", node)
     return replace(scaled, lines=(*scaled.lines, *_doubts(name, described, device.type, gpu, dtype, default)))
 

@@ -22,10 +22,13 @@ from longctx.planning.cost.model import (
     exposed_ns,
     fixed_ns,
     gather_ns,
+    latency_ns,
     linear_ns,
     mate_ns,
     nanoseconds,
     node_parts,
+    split_ns,
+    state_ns,
     whole_ring_attention_ns,
 )
 from longctx.planning.hardware_profile import HardwareProfile
@@ -203,11 +206,15 @@ def document_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Inte
     fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
     both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # best split over both networks
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
-    exchange = nanoseconds(profile.latency_s) + np.maximum(across, both)
-    shard = largest_shards(lengths, degrees)
-    least_linear = linear_ns(profile, 2 * (lengths // (2 * degrees)))  # of the smallest shard: the longest wait
-    exposed = np.where(degrees > 1, exposed_ns(profile, attention, least_linear, exchange), 0)
-    rounding = 4 + 2 * degrees  # the time of every peer was rounded up
-    time = attention + np.maximum(linear_ns(profile, shard), least_linear + exposed) - rounding
+    latency, waited = latency_ns(profile)
+    exchange, (near, far) = latency + np.maximum(across, both), state_ns(profile)
+    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # the latter waits longest
+    least_linear = linear_ns(profile, smallest)
+    states = (degrees - 1) * (near * far // max(1, near + far))  # on every rank, at best
+    most_states = np.maximum((degrees - fewest) * far, states) + waited + split_ns(profile, smallest)
+    exposed = exposed_ns(profile, attention, least_linear, exchange) + most_states
+    fullest = linear_ns(profile, shard) + np.where(degrees > 1, states + waited + split_ns(profile, shard), 0)
+    rounding = 6 + 4 * degrees  # the time of every peer was rounded up
+    time = attention + np.maximum(fullest, least_linear + np.where(degrees > 1, exposed, 0)) - rounding
     result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)
     return result

@@ -6,6 +6,7 @@ makespan is never below its bound. Every rank of a ring pays for attention, even
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,14 +102,31 @@ def keys_of(lengths: Integers, amounts: Amounts | None) -> Integers | Floats:
 
 
 def mate_ns(profile: HardwareProfile, lengths: Integers | Floats, degrees: Integers) -> tuple[Integers, Integers]:
-    """Returns the time to exchange a document with one peer of its ring: in the same node, in another node.
-
-    K and V grow with the document, states of linear attention do not. Their time is optimistic: in reality states do not
-    overlap with computation, and cross nodes once per pair of ranks even with two levels.
-    """
-    size = (lengths / degrees * profile.kv_bytes_per_token + profile.state_bytes) * NANOSECONDS
+    """Returns the time to exchange K and V of a document with one peer of its ring: in the same node, in another node."""
+    size = lengths / degrees * profile.kv_bytes_per_token * NANOSECONDS
     intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
     return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
+
+
+def state_ns(profile: HardwareProfile) -> tuple[int, int]:
+    """Returns the time to exchange states of linear attention with one peer of a ring: in the same node, in another node."""
+    intra, inter = profile.intra_node_bytes_per_s, profile.inter_node_bytes_per_s
+    return nanoseconds(profile.state_bytes / intra), nanoseconds(profile.state_bytes / inter)
+
+
+def latency_ns(profile: HardwareProfile) -> tuple[int, int]:
+    """Returns the latency of a micro-batch's exchange that computation may hide, and the one that it does not.
+
+    With linear attention it hides none: its layers, mostly more than those of softmax attention, wait for every message.
+    """
+    latency = nanoseconds(profile.latency_s)
+    return (0, latency) if profile.state_bytes else (latency, 0)
+
+
+def split_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
+    """Returns the time that scans of linear attention take more for `tokens` of split documents on one rank."""
+    result: Integers = np.ceil(profile.split_s_per_token * NANOSECONDS * tokens).astype(np.int64)
+    return result
 
 
 def alone_ns(
@@ -132,10 +150,13 @@ def alone_ns(
     intra, inter = mate_ns(profile, keys_of(lengths, amounts), degrees)
     inside, _ = gather_ns(profile, degrees, most, intra, inter)
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
-    exchange = nanoseconds(profile.latency_s) + np.maximum(inside, across)
-    linear = linear_ns(profile, largest_shards(lengths, degrees)) + beyond_ns(profile, amounts, degrees)
-    exposed = np.where(degrees > 1, exposed_ns(profile, attention, linear, exchange, round_price=round_price), 0)
-    result: Integers = linear + attention + exposed + (0 if encoding is None else encoding)
+    latency, waited = latency_ns(profile)
+    exchange, shards = latency + np.maximum(inside, across), largest_shards(lengths, degrees)
+    linear = linear_ns(profile, shards) + beyond_ns(profile, amounts, degrees)
+    near, far = state_ns(profile)
+    states = waited + np.maximum((most - 1) * near, (degrees - fewest) * far) + split_ns(profile, shards)
+    exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price) + states
+    result: Integers = linear + attention + np.where(degrees > 1, exposed, 0) + (0 if encoding is None else encoding)
     return result
 
 
@@ -194,7 +215,7 @@ class StepTimes:
 
     Attributes:
         time: time of every rank in every micro-batch: linear, attention and exposed exchange.
-        exposed: part of `time` that the exchange costs: waits for K and V, and the price of its rounds.
+        exposed: part of `time` that the exchange costs: waits for K and V, the price of its rounds, and `states_ns`.
         attention: attention of every document on each of its ranks [documents].
         encoding: part of `time` that encodes images; every rank of a ring counts as the one with most.
         launch_ns, step_ns: fixed cost per micro-batch and per step.
@@ -260,6 +281,7 @@ def score(
         linear += spread(np.asarray(beyond_ns(profile, amounts, a.degree)), a.micro_batch, a.first_rank, stop, shape)
     exchange = exchange_ns(profile, keys_of(lengths, amounts), a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
+    exposed += states_ns(profile, lengths, a, shape)
     of_images = encoding.ring_ns(np.arange(len(lengths)), a.degree)
     images = spread(of_images, a.micro_batch, a.first_rank, stop, shape)
     launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
@@ -268,17 +290,48 @@ def score(
 
 
 def exchange_ns(profile: HardwareProfile, lengths: Integers | Floats, a: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns the exchange time of every rank in every micro-batch, an array of `shape` in nanoseconds."""
+    """Returns the time of every rank's exchange of K and V in every micro-batch, an array of `shape` in nanoseconds."""
     rings = np.flatnonzero(a.degree > 1)
+    one_peer, (latency, _) = mate_ns(profile, lengths[rings], a.degree[rings]), latency_ns(profile)
+    return _exchanged(profile, a, rings, shape, latency, lambda mates: gather_ns(profile, a.degree[rings], mates, *one_peer))
+
+
+def states_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
+    """Returns what states of linear attention cost every rank, an array of `shape` in nanoseconds.
+
+    Their exchange takes as long for any document, and nothing hides it. They go directly to every rank that needs them, also
+    with two exchange levels. Scans of split documents take more.
+    """
+    if not profile.state_bytes and not profile.split_s_per_token:
+        return np.zeros(shape, dtype=np.int64)
+    rings, (near, far), (_, latency) = np.flatnonzero(a.degree > 1), state_ns(profile), latency_ns(profile)
+    tokens = tokens_on_ranks(np.where(a.degree > 1, lengths, 0), a, shape)
+    exchanged = _exchanged(
+        profile, a, rings, shape, latency, lambda mates: ((mates - 1) * near, (a.degree[rings] - mates) * far)
+    )
+    return exchanged + split_ns(profile, tokens)
+
+
+def _exchanged(
+    profile: HardwareProfile,
+    a: Assignment,
+    rings: Integers,
+    shape: tuple[int, int],
+    latency: int,
+    times: Callable[[Integers], tuple[Integers, Integers]],
+) -> Integers:
+    """Returns the time of every rank's messages inside its node and across nodes, whichever is longer, after `latency`.
+
+    `times` returns both for every ring of a rank with so many of the ring's ranks in its node.
+    """
     row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
-    intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)
     intra, inter = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     for start, end, mates in ring_parts(profile, a, rings):
-        inside, across = gather_ns(profile, degree, mates, intra_ns, inter_ns)
+        inside, across = times(mates)
         intra += spread(inside, row, start, end, shape)
         inter += spread(across, row, start, end, shape)
     in_ring = spread(np.ones_like(first), row, first, first + degree, shape) > 0
-    result: Integers = np.where(in_ring, nanoseconds(profile.latency_s) + np.maximum(intra, inter), 0)
+    result: Integers = np.where(in_ring, latency + np.maximum(intra, inter), 0)
     return result
 
 

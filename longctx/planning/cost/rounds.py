@@ -15,7 +15,7 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
 from longctx.planning.cost.amounts import Amounts, Floats
-from longctx.planning.cost.model import StepTimes, keys_of, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.cost.model import StepTimes, keys_of, linear_ns, mate_ns, ring_parts, score, states_ns
 from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
@@ -83,7 +83,7 @@ class _ExchangeTimes:
     Attributes:
         rings, row: documents of degree > 1, and the micro-batch of each.
         in_a_node, two_levels: whether a ring is inside one node, and whether it is exchanged in two levels.
-        busy, exposed: time without the exchange, and what is not hidden in `cost.model.score`.
+        busy, states, exposed: time without the exchange, `states_ns`, and what else is not hidden in `cost.model.score`.
         attention, remote, node: attention that hides messages: to all rows, to rows of other ranks, and to rows of the own node
             in rings that are exchanged in two levels.
         queries: computation of queries that hides messages.
@@ -99,7 +99,8 @@ class _ExchangeTimes:
         amounts: Amounts | None = None,
     ) -> None:
         self.profile, self.shape = profile, timed.time.shape
-        self.busy, self.exposed = timed.time - timed.exposed, timed.exposed
+        self.busy, self.states = timed.time - timed.exposed, states_ns(profile, lengths, a, self.shape)
+        self.exposed = timed.exposed - self.states
         self.rings = rings = np.flatnonzero(a.degree > 1)
         self.row, self.first, self.degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
         self.tokens = -(-lengths[rings] // self.degree)
@@ -133,7 +134,8 @@ class _ExchangeTimes:
     def time(self, rounds: Integers) -> Integers:
         """Returns the times with so many rounds of every ring. They are never below those of `cost.model.score`."""
         price = PRICE * linear_ns(self.profile, self._on_ring(self.tokens * (rounds - 1)))
-        result: Integers = self.busy + np.rint(np.maximum(self.exposed, self.waits(rounds)) + price).astype(np.int64)
+        waits = np.rint(np.maximum(self.exposed, self.waits(rounds)) + price).astype(np.int64)
+        result: Integers = self.busy + waits + self.states
         return result
 
     def messages(self, rounds: Integers) -> tuple[Floats, Floats, Floats]:

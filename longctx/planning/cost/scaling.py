@@ -4,9 +4,9 @@
   collectives of tensor parallelism inside a node, tokens that travel to their experts and back, evenly spread, and the messages
   between pipeline ranks.
 - attention: by layers × heads × head size, times 4.5 / 3.5 where backward recomputes it, twice that in both directions.
-- K and V, states of linear attention: bytes are counted, not scaled.
+- K and V, states of linear attention: bytes are counted, not scaled. What scans of split documents take more: as linear.
 - queries: seconds per token, by the parameters that compute queries while K and V travel.
-- latency and launch: by layers; step: by parameters.
+- latency: by exchanges; launch: by layers; step: by parameters.
 
 Efficiencies, bandwidths and overlap are not scaled, although larger matrices reach more of a device's peak.
 """
@@ -48,7 +48,8 @@ def scale(
         attention_s_per_token2=profile.attention_s_per_token2 * (target.attention / known.attention),
         kv_bytes_per_token=target.kv_bytes,
         state_bytes=target.state_bytes,
-        latency_s=profile.latency_s * layers,
+        split_s_per_token=arithmetic * (target.split / known.computed),
+        latency_s=profile.latency_s * (target.exchanges / known.exchanges),
         launch_s=profile.launch_s * layers,
         step_s=profile.step_s * (target.weights / known.weights),
     )
@@ -71,6 +72,8 @@ def _messages_s(profile: HardwareProfile, work: RankWork, node: int) -> float:
 
 def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: RankWork, target: RankWork) -> str:
     """Describes the constants that `scale` changed, with factor and reason; empty if none changed."""
+    layers, exchanges = target.layers / known.layers, target.exchanges / known.exchanges
+    latency = "latency and " if layers == exchanges else ""
     changes = (
         (
             "linear",
@@ -84,7 +87,8 @@ def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: Ra
             f"layers × heads × head size {known.attention:,.6g} → {target.attention:,.6g}",
         ),
         ("K and V", target.kv_bytes / known.kv_bytes, f"{known.kv_bytes:,} → {target.kv_bytes:,} bytes per token"),
-        ("latency and launch", target.layers / known.layers, f"{known.layers} → {target.layers} layers"),
+        (f"{latency}launch", layers, f"{known.layers} → {target.layers} layers"),
+        ("latency", 1 if latency else exchanges, f"{known.exchanges:.4g} → {target.exchanges:.4g} exchanges"),
         ("step", target.weights / known.weights, f"{known.weights / 1e6:,.4g}M → {target.weights / 1e6:,.4g}M weights"),
         (
             "share of queries",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from longctx.planning.cost.tower import TowerSpec
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
@@ -11,6 +11,16 @@ from longctx.planning.tree import NO_TREES, Trees
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
 """What backward recomputes of each block, from most memory to least; see `longctx.parallel.recompute`."""
+
+
+class PassFlops(NamedTuple):
+    """Operations per token in forward and in backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+NO_FLOPS = PassFlops()
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,10 @@ class LayerSpec:
             cross-attention; 0 without an encoder.
         attends: whether it has softmax attention, whose operations and exchange grow with the document.
         state_size: values of linear attention's state and of its transition, which segments of a split document send to each
-            other; 0: no linear attention. The operations on the state, a few per value and token, are not counted.
+            other; 0: no linear attention.
+        scan_flops, split_flops: matrix products of its scan in float32, in a long document, and how many more in a document on
+            several ranks: those of the transitions, and of outputs from the states that other ranks send.
+        delta_rule: whether its linear attention has one.
         linear_kept, linear_working: bytes per token that linear attention keeps for backward, and that backward needs beside.
     """
 
@@ -76,6 +89,9 @@ class LayerSpec:
     expert_parameters: int = 0
     attends: bool = True
     state_size: int = 0
+    scan_flops: PassFlops = NO_FLOPS
+    split_flops: PassFlops = NO_FLOPS
+    delta_rule: bool = False
     linear_kept: int = 0
     linear_working: int = 0
     source_parameters: int = 0
@@ -109,7 +125,8 @@ class LayerSpec:
     def multiplications(self, keys: int) -> int:
         """Returns the multiplications for one token that attends to `keys` tokens, without those of norms."""
         seen = 0 if not self.attends else keys if self.window is None else min(keys, self.window)
-        return self.matrix_parameters + self.adapter_parameters + 2 * seen * self.num_attention_heads * self.head_dim
+        scanned = int(self.scan_flops.forward) // 2
+        return self.matrix_parameters + self.adapter_parameters + scanned + 2 * seen * self.num_attention_heads * self.head_dim
 
     def attention_flops(self, length: int) -> int:
         """Returns the operations of the forward pass of causal attention over a document of `length` tokens.
@@ -263,6 +280,11 @@ class ModelSpec:
             frozen, head = [layer.matrix_parameters for layer in layers], self.head_parameters
         pairs = zip(sources, lengths, strict=True)
         return sum(self._pair_products(frozen, head, source, length - source) for source, length in pairs)
+
+    @property
+    def scan_flops(self) -> float:
+        """Operations of all scans per token, in forward and backward."""
+        return sum(sum(layer.scan_flops) for layer in self.layers)
 
     @property
     def multiplied_parameters(self) -> int:

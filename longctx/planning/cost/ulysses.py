@@ -11,7 +11,7 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, spread
 from longctx.planning.cost.amounts import Amounts
-from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, exposed_ns, linear_ns
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, exposed_ns, linear_ns, states_ns
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
@@ -48,9 +48,9 @@ def choose_ulysses_degree(plan: Plan, micro_batch: int, query_heads: int, kv_hea
 def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_heads: int, kv_heads: int) -> int:
     """Returns the modelled time of a micro-batch's slowest rank at a Ulysses degree u that divides the ranks.
 
-    The time of a rank is linear + attention + exposed exchange + swaps. A document of length s on d ranks that swap heads costs
-    each rank attention(s, d/u) / u, the exchange of a ring of d/u ranks with 1/u of the heads (one KV head at least), and the
-    swaps of s/d tokens.
+    The time of a rank is linear + attention + exposed exchange + swaps + states of linear attention, which swap nothing. A
+    document of length s on d ranks that swap heads costs each rank attention(s, d/u) / u, the exchange of a ring of d/u ranks
+    with 1/u of the heads (one KV head at least), and the swaps of s/d tokens.
     Documents that do not swap heads cost the same as with u = 1. On ranks that swap heads, queries are computed before anything
     is sent, and hide nothing.
     """
@@ -68,7 +68,9 @@ def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_head
     swapped_tokens = _on_ranks(np.where(swapped, shards, 0), first, degree, ranks)
     swaps = _swaps_ns(profile, swapped_tokens, ulysses_degree, query_heads, kv_heads)
     hiding = np.where(swapped_tokens > 0, 0, linear)
-    return int((linear + attention + exposed_ns(profile, attention, hiding, exchange) + swaps).max())
+    rings = Assignment(np.zeros_like(first), first, degree, np.array([p.reversed for p in placements]))
+    states = states_ns(profile, lengths, rings, (1, ranks))[0]
+    return int((linear + attention + exposed_ns(profile, attention, hiding, exchange) + swaps + states).max())
 
 
 def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, query_heads: int, kv_heads: int) -> Integers:

@@ -17,6 +17,11 @@ COLLECTIVES = 4
 """Tensor parallel collectives per block and direction: before and after attention, before and after the MLP."""
 SEGMENTS, STATE_BYTES = 2, 4
 """Segments of a document per rank, a head and a tail, and bytes per value of their states, which are float32."""
+FLOAT32 = {"bfloat16": 15, "float32": 1}
+"""Time of an operation in float32, in which linear attention scans, relative to the dtype of the matrices. Data sheets of A100,
+H100 and H200 say 15 to 16, without TF32."""
+LINEAR_EXCHANGES = 2
+"""Exchanges of linear attention per pass: the rows before a convolution, and states."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class RankWork:
     Attributes:
         layers: number of blocks.
         weights: number of parameters of all matrices, including experts that a token does not use.
-        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes.
+        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes. Scans of
+            linear attention count as the parameters that take as long.
         attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention; twice that if it is not causal.
         kv_bytes: bytes of K and V exchanged per token, over all layers and passes.
         tensor: tensor-parallel size.
@@ -38,6 +44,8 @@ class RankWork:
         expert_ranks: number of ranks that hold each expert once.
         expert_bytes: bytes received per token that travels to experts of other ranks, and back.
         state_bytes: bytes of states that a rank receives from another of a ring, over all layers and passes.
+        split: parameters that tokens of documents on several ranks are multiplied with beside, as `computed`.
+        exchanges: number of layers that exchange K and V, and those of linear attention by how often they exchange.
     """
 
     layers: int
@@ -54,6 +62,8 @@ class RankWork:
     expert_ranks: int = 1
     expert_bytes: float = 0.0
     state_bytes: float = 0.0
+    split: float = 0.0
+    exchanges: float = 0.0
 
 
 def work_of(
@@ -67,6 +77,7 @@ def work_of(
     tokens_per_rank: int = 1,
     gpus: int = 1,
     expert: int = 1,
+    fused: bool = False,
 ) -> RankWork:
     """Returns the work per token of the slowest pipeline rank.
 
@@ -74,8 +85,8 @@ def work_of(
     in forward and in backward. Queries are computed while K and V travel, also in a forward that is recomputed with attention;
     the gradient of their input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows
     are not counted: plans assume full attention. With an encoder, a token is taken as half one of a source and half one of a
-    target, and attention is the decoder's (`ModelSpec.parts`). Raises ProfileError if tp does not divide the KV
-    heads.
+    target, and attention is the decoder's (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises
+    ProfileError if tp does not divide the KV heads.
     """
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
@@ -88,6 +99,8 @@ def work_of(
     decoder, share = attending[spec.encoder_layers :], 2 if spec.encoder_layers else 1
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
     element_bytes, passes = ELEMENT_BYTES[dtype], 3 + again - keep_kv
+    linear, linear_passes = [layer for layer in layers if layer.state_size], 2 + (recompute != "none")
+    scans = [_scanned(layer, 1 if fused and layer.delta_rule else FLOAT32[dtype], recompute) for layer in linear]
     kv_bytes = sum(
         kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes)
         for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
@@ -95,7 +108,7 @@ def work_of(
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
-        computed=_computed(spec, layers, head, recompute) / tensor / share,
+        computed=(_computed(spec, layers, head, recompute) + sum(scan for scan, _ in scans)) / tensor / share,
         # Profiles need positive constants, also for models without softmax attention.
         attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
         kv_bytes=max(1, kv_bytes // share),
@@ -107,7 +120,9 @@ def work_of(
         expert_weights=experts / expert_ranks,
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
-        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in layers) * (2 + (recompute != "none")),
+        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in linear) * linear_passes,
+        split=sum(split for _, split in scans) / tensor,
+        exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
     )
 
 
@@ -134,6 +149,15 @@ def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute
     if not spec.adapted:
         frozen = sum(layer.frozen_matrices - layer.frozen_idle for layer in layers) + head * spec.frozen_head
     return in_blocks + head + repeated / 3 - frozen / 3
+
+
+def _scanned(layer: LayerSpec, slower: float, recompute: str) -> tuple[float, float]:
+    """Returns the parameters that take as long as a layer's scan, and as what it takes more for split documents."""
+    again = recompute in ("selective", "full")
+    scan, split = (
+        slower * (forward * (1 + again) + backward) / 6 for forward, backward in (layer.scan_flops, layer.split_flops)
+    )
+    return scan, split
 
 
 def _tensor_bytes(layers: int, hidden_bytes: int, recompute: str, tensor: int) -> float:

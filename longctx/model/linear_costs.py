@@ -1,0 +1,142 @@
+"""Costs of linear attention layers, by running them on the meta device: tensors and products are counted, not computed."""
+
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from longctx.attention.linear.huggingface import ARGUMENT, LayerRecurrence, replace_functions
+from longctx.attention.linear.recurrence import Recurrence
+from longctx.planning.cost.spec import NO_FLOPS, PassFlops
+from longctx.planning.layout import Layout, Placement
+
+TOKENS = 16384
+"""Of a document on each of its ranks: 16 lanes of 16 chunks, as the scan of long documents takes more."""
+WHOLE, SPLIT = (Placement(0, 0, 1), 0), (Placement(0, 0, 4), 1)
+"""A document on one rank, and one on four, of which the second holds two segments in its middle."""
+
+
+class LinearCosts(NamedTuple):
+    """What a layer keeps and computes per token; nothing by default.
+
+    Attributes:
+        kept, working: bytes kept for backward, and those that its backward needs beside them, at most.
+        scan, split: as `scan_flops` and `split_flops` of `LayerSpec`.
+    """
+
+    kept: int = 0
+    working: int = 0
+    scan: PassFlops = NO_FLOPS
+    split: PassFlops = NO_FLOPS
+
+
+_MEASURED: dict[tuple[Any, ...], LinearCosts] = {}
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of live tensors that operators return inside it, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.size = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        out = function(*arguments, **(named or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage not in self.seen:
+                self.seen.add(storage)
+                self.size += storage.nbytes()
+                self.peak = max(self.peak, self.size)
+                weakref.finalize(storage, self._free, storage.nbytes())
+        return out
+
+    def _free(self, size: int) -> None:
+        self.size -= size
+
+
+class _Forward(nn.Module):
+    """Calls a layer without its hooks."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, recurrence: LayerRecurrence) -> Any:
+        return self.layer.forward(x, **{ARGUMENT: recurrence})
+
+
+class _Silent:
+    """An exchange without messages: what it receives is not computed either."""
+
+    def __init__(self, *_: Any) -> None:
+        self.incoming: Any = None
+
+    def start(self, _outgoing: Any, incoming: torch.Tensor, _rows: Any) -> "_Silent":
+        self.incoming = incoming
+        return self
+
+    def wait(self) -> Any:
+        return self.incoming
+
+
+def linear_costs(layer: nn.Module, kind: type, hidden_size: int) -> LinearCosts:
+    """Returns the costs of a layer. `kind` is its class before sharding. Does not change the layer, wherever it is."""
+    key = kind, hidden_size, *((x.shape, x.dtype, x.requires_grad) for x in layer.parameters())
+    if key not in _MEASURED:
+        replace_functions(sys.modules[kind.__module__])
+        kept, working = _memory(layer, hidden_size)
+        whole, split = (_scan_flops(layer, hidden_size, *where) for where in (WHOLE, SPLIT))
+        more = PassFlops(*(one - other for one, other in zip(split, whole, strict=True)))
+        _MEASURED[key] = LinearCosts(kept, working, whole, more)
+    return _MEASURED[key]
+
+
+def _memory(layer: nn.Module, hidden_size: int) -> tuple[int, int]:
+    run, x = _prepared(layer, hidden_size, *WHOLE)
+    with Live() as live:
+        out = run()
+        kept, live.peak = live.size, live.size
+        torch.autograd.grad(out, x, torch.empty_like(out))
+    return kept // TOKENS, (live.peak - kept) // TOKENS
+
+
+def _scan_flops(layer: nn.Module, hidden_size: int, placement: Placement, rank: int) -> PassFlops:
+    """Returns the operations of the scan: triangular systems, and products of batches of matrices, which weights are not."""
+    run, x = _prepared(layer, hidden_size, placement, rank)
+    forward, backward = (FlopCounterMode(display=False, custom_mapping={_SOLVE: _solve_flops}) for _ in range(2))
+    with forward:
+        out = run()
+    with backward:
+        torch.autograd.grad(out, x, torch.empty_like(out))
+    counts = [counter.get_flop_counts().get("Global", {}) for counter in (forward, backward)]
+    return PassFlops(*(sum(count.get(each, 0) for each in (*_BATCHES, _SOLVE)) / TOKENS for count in counts))
+
+
+_SOLVE, _BATCHES = torch.ops.aten.linalg_solve_triangular, (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+def _solve_flops(_system: Any, right: torch.Size, *_: Any, **__: Any) -> int:
+    """Returns the operations of solving a triangular system, from the shapes that torch's counter gives."""
+    return math.prod(right) * right[-2]
+
+
+def _prepared(layer: nn.Module, hidden_size: int, placement: Placement, rank: int) -> tuple[Callable[[], Any], torch.Tensor]:
+    """Returns a function that runs a layer's forward on the meta device, and its input."""
+    wrapped = _Forward(layer)
+    everything = [*wrapped.named_parameters(), *wrapped.named_buffers()]
+    weights = {name: torch.empty_like(x, device="meta", requires_grad=x.requires_grad) for name, x in everything}
+    dtype = next(x.dtype for x in weights.values() if x.is_floating_point())
+    x = torch.empty(1, TOKENS, hidden_size, dtype=dtype, device="meta", requires_grad=True)
+    layout = Layout.of([placement], [TOKENS * placement.degree], 0, rank)
+    recurrence: Any = Recurrence(layout, exchange=_Silent)  # type: ignore[arg-type]
+    return lambda: functional_call(wrapped, weights, (x, LayerRecurrence(recurrence, None))), x
