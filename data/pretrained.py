@@ -14,7 +14,7 @@ import numpy as np
 
 from longctx.data.image_processor import processor_class
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
-from longctx.errors import install
+from longctx.errors import first_line, install
 from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, read_json, start_token
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
@@ -70,7 +70,7 @@ class Pretrained:
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # a damaged file may raise anything
             has_files = any(file.suffix != ".jinja" for file in find(folder))
-            why = f"transformers cannot load a tokenizer from {name}: {_first_line(error)}"
+            why = f"transformers cannot load a tokenizer from {name}: {first_line(error)}"
             why = why if has_files else f"there is no tokenizer in {name}"
             content = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
             raise TokenizerError(
@@ -119,7 +119,7 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json"]))
     except Exception as error:  # from the network, the hub, or a missing package
         raise TokenizerError(
-            f"tokenizer {name!r} is not a local file or folder, and cannot be downloaded from the hub: {_first_line(error)}; "
+            f"tokenizer {name!r} is not a local file or folder, and cannot be downloaded from the hub: {first_line(error)}; "
             "give the folder of a checkpoint"
         ) from error
 
@@ -150,7 +150,3 @@ def _templates(name: str, loaded: Any, folder: Path) -> Mapping[bool, str] | Non
         return {False: loaded.get_chat_template(None, None), True: loaded.get_chat_template(None, [{}])}
     except ValueError as error:
         raise TokenizerError(f"{name} has several chat templates and no default: {error}; give --chat-template FILE") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

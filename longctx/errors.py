@@ -25,6 +25,11 @@ def brief(error: BaseException) -> str:
     return re.split(r"(?<=[.!?]) ", text)[0].rstrip(".:")[:300]
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+
+
 def shortened(text: str, most: int) -> str:
     """Returns a text of about `most` characters at most, without its middle if it is longer.
 

@@ -24,6 +24,7 @@ from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
 from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
+from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.training import data as run_data
 from longctx.training.checks import check_model
 from longctx.training.data import RunData, with_steps
@@ -489,3 +490,13 @@ def test_every_document_fits_by_default(sizes: dict[str, int], tmp_path: Path) -
     values = command._defaults(asked, given, store, 4, tmp_path)
     batch = given.batch.model_copy(update=values["batch"])
     assert given.model_copy(update={"batch": batch}).capacity(4) >= store.lengths.max()
+
+
+def test_a_checkpoint_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object, **__: object) -> str:
+        raise OSError("Got: no route to host.\nAn error happened while trying to locate the files on the Hub and")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    way_out = r"\(OSError: Got: no route to host\): check .* `hf download us/away --local-dir FOLDER`"
+    with pytest.raises(PretrainedError, match=way_out):
+        CheckpointFiles.open("us/away")

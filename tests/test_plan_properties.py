@@ -16,6 +16,7 @@ from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import NO_IMAGES, ImageWork, ImageWorks
 from longctx.planning.layout import Placement, largest_shard
+from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
@@ -72,6 +73,10 @@ def image_works() -> st.SearchStrategy[ImageWorks]:
     return st.dictionaries(st.integers(0, 4), st.lists(work, min_size=1, max_size=8), max_size=3)
 
 
+def part_costs() -> st.SearchStrategy[PartCosts]:
+    return st.builds(PartCosts, st.floats(0.1, 4), st.floats(0.1, 1.9), st.floats(0.1, 1.9))
+
+
 def plan_or_none(**arguments: object) -> Plan | None:
     try:
         return make_plan(**arguments)
@@ -117,16 +122,24 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]), image_works())
-@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE, NO_IMAGES)
-@example({"lengths": [9], "ranks": 3, "tokens_per_rank": 9}, H100, NO_PIPELINE, {0: [ImageWork(4, 0, 10**10)] * 3})
+@given(
+    requests(),
+    profiles(),
+    st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]),
+    image_works(),
+    part_costs(),
+)
+@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE, NO_IMAGES, EQUAL_PARTS)
+@example({"lengths": [9], "ranks": 3, "tokens_per_rank": 9}, H100, NO_PIPELINE, {0: [ImageWork(4, 0, 10**10)] * 3}, EQUAL_PARTS)
+@example({"lengths": [9000], "ranks": 3, "tokens_per_rank": 9000}, H100, NO_PIPELINE, NO_IMAGES, PartCosts(1.0, 1.9, 0.1))
 def test_no_static_plan_beats_the_bounds_of_its_degree(
-    request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline, images: ImageWorks
+    request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline, images: ImageWorks, parts: PartCosts
 ) -> None:
-    """The first bound of a degree holds for higher degrees too."""
+    """The first bound of a degree holds for higher degrees too. Documents are taken as records with short sources."""
     encoding = EncodingTimes({n: works for n, works in images.items() if n < len(request["lengths"])})
     sizes = np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"]
-    step = Step(profile, *sizes, pipeline=pipeline, encoding=encoding)
+    sources = tuple(length // 4 for length in request["lengths"])
+    step = Step(profile, *sizes, pipeline=pipeline, encoding=encoding, sources=sources, parts=parts)
     on_all_ranks = 0
     for degree in range(1, step.ranks + 1):
         found = pack_static(step, degree)

@@ -1,6 +1,7 @@
 """Plans of encoder-decoders: what tokens of sources and of targets cost, and how even the ranks are."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,3 +94,20 @@ def uneven(spec: ModelSpec, plan: Plan) -> float:
             flops = spec.flops([plan.lengths[place.document]], sources=[plan.sources[place.document]])
             ranks[number, list(place.ring)] += flops / place.degree
     return float(ranks.max(axis=1).sum() / ranks.mean(axis=1).sum())
+
+
+@pytest.mark.parametrize("mode", ["auto", "static"])
+def test_plans_count_the_keys_and_the_matrices_of_both_parts(mode: str) -> None:
+    """A record on two ranks whose exchange, or whose matrices, take all the time."""
+    length, source = 8000, 6000
+    cases = (
+        (PartCosts(keys=1.5), {"linear_s_per_token": 1e-30}),
+        (PartCosts(products=1.5), {"kv_bytes_per_token": 1e-30}),
+    )
+    nothing = {"attention_s_per_token2": 1e-30, "latency_s": 0.0, "launch_s": 0.0, "step_s": 0.0}
+    for parts, more in cases:
+        profile = replace(PROFILE, **nothing, **more)
+        options = {"ranks": 2, "tokens_per_rank": 4000, "profile": profile, "mode": mode, "sources": [source]}
+        alike, apart = (make_plan([length], parts=each, **options) for each in (EQUAL_PARTS, parts))
+        expected = (1.5 * source + 0.5 * (length - source)) / length
+        assert apart.makespan_s / alike.makespan_s == pytest.approx(expected, rel=1e-3)

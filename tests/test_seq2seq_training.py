@@ -27,6 +27,7 @@ from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import pretrained
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.parts import EQUAL_PARTS
 from longctx.tokenizer_files import copy, find
 from longctx.training.checks import check_model
 from longctx.training.data import RunData, first_plans
@@ -310,7 +311,9 @@ def test_the_memory_estimate_is_within_20_percent(
     made = Store.open(tmp_path / "store")
     config = load(None, [*settings_of(folder, tmp_path / "store", tmp_path / "run", 1), *options], world_size=1)
     spec = config.model_source(made.tokenizer.vocab_size).spec
-    memory = estimate(spec, config, 1, list(loads(first_plans(config, made, 1, 2), config)), fused=False)
+    plans = list(first_plans(config, made, 1, 2))
+    assert {plan.parts for plan in plans} == {spec.parts} != {EQUAL_PARTS}
+    memory = estimate(spec, config, 1, list(loads(plans, config)), fused=False)
     assert memory.total == pytest.approx(peak, rel=0.2)
 
 

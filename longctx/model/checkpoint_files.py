@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
-from longctx.errors import UserError, brief, install, shell
+from longctx.errors import UserError, brief, first_line, install, shell
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -216,10 +216,10 @@ def _folder(source: str) -> Path:
 
         return Path(snapshot_download(source, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
     except Exception as error:  # network, hub and file system may raise anything
-        why = (str(error).strip() or "no reason given").splitlines()[0]
         raise PretrainedError(
-            f"{source} is not a local folder, and cannot be downloaded from the hub ({type(error).__name__}: {why}): check "
-            f"the name, or run `hf download {source} --local-dir FOLDER` where the hub can be reached, and give FOLDER"
+            f"{source} is not a local folder, and cannot be downloaded from the hub ({type(error).__name__}: "
+            f"{first_line(error)}): check the name, or run `hf download {source} --local-dir FOLDER` where the hub can be "
+            "reached, and give FOLDER"
         ) from error
 
 

@@ -138,5 +138,6 @@ def _prepared(layer: nn.Module, hidden_size: int, placement: Placement, rank: in
     dtype = next(x.dtype for x in weights.values() if x.is_floating_point())
     x = torch.empty(1, TOKENS, hidden_size, dtype=dtype, device="meta", requires_grad=True)
     layout = Layout.of([placement], [TOKENS * placement.degree], 0, rank)
-    recurrence: Any = Recurrence(layout, exchange=_Silent)  # type: ignore[arg-type]
+    silent: Any = _Silent
+    recurrence: Any = Recurrence(layout, exchange=silent)
     return lambda: functional_call(wrapped, weights, (x, LayerRecurrence(recurrence, None))), x

@@ -22,7 +22,7 @@ from longctx.model.lora import with_adapters
 from longctx.model.vision import is_vision, weights_of_images, with_tower
 from longctx.parallel.environment import processes_per_node
 from longctx.planning.check import check_settings
-from longctx.planning.cost.spec import Recompute
+from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.budget import tokens_that_fit
@@ -69,10 +69,11 @@ def dynamic_context_parallel(
     refuse(trainer, own_loss_is_a_token_sum)
     args = trainer.args
     check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
+    spec = _spec_of(trainer)
     groups = _groups(args)
-    described, most, tower = _profile_and_budget(trainer, profile, tokens_per_rank, groups[1])
+    described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1])
     notes = list(_check_documents(trainer, most * args.world_size))
-    sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups, tower=tower)
+    sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups, tower=tower, parts=spec.parts)
     with sharing.undo as undo:
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
         for model in models:
@@ -83,7 +84,7 @@ def dynamic_context_parallel(
         else:
             undo.enter_context(_whole_steps(trainer))
             if models[0].config.is_encoder_decoder:
-                sharing.seq2seq, sharing.parts = models[0], spec_of_seq2seq(models[0]).parts
+                sharing.seq2seq = models[0]
                 if trainer.is_fsdp_enabled:
                     undo.enter_context(sharded_with_head(models[0]))
             if is_vision(models[0]):
@@ -165,13 +166,9 @@ def _recorder(trainer: Any) -> Callable[[float], None]:
     return record
 
 
-def _profile_and_budget(
-    trainer: Any, profile: HardwareProfile | str | None, tokens_per_rank: int | None, group: dist.ProcessGroup | None
-) -> tuple[RunProfile, int, TowerSpeed | None]:
-    """Returns the profile, scaled to the trainer's model unless it is given as a value, the tokens per rank, and the encoder of
-    images, if there is one. Collective.
-    """
-    args, model = trainer.args, prepared_part(trainer, trainer.model)
+def _spec_of(trainer: Any) -> ModelSpec:
+    """Returns the sizes of the trainer's model with its adapters. Raises TrainerError."""
+    model = prepared_part(trainer, trainer.model)
     if model.config.is_encoder_decoder:
         with _prepared(model):  # refuses those that have no such blocks
             blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
@@ -179,9 +176,23 @@ def _profile_and_budget(
         blocks = model.get_submodule(block_name(model))
         spec = with_tower(spec_of(model, blocks), model)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
-        spec = with_adapters(spec, blocks, model)
-    elif is_vision(model):
-        spec = replace(spec, frozen_outside=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad))
+        return with_adapters(spec, blocks, model)
+    if is_vision(model):
+        return replace(spec, frozen_outside=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad))
+    return spec
+
+
+def _profile_and_budget(
+    trainer: Any,
+    spec: ModelSpec,
+    profile: HardwareProfile | str | None,
+    tokens_per_rank: int | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[RunProfile, int, TowerSpeed | None]:
+    """Returns the profile, scaled to the trainer's model unless it is given as a value, the tokens per rank, and the encoder of
+    images, if there is one. Collective.
+    """
+    args, model = trainer.args, prepared_part(trainer, trainer.model)
     recompute: Recompute = "full" if args.gradient_checkpointing else "none"
     dtype = "bfloat16" if args.bf16 or next(model.parameters()).dtype == torch.bfloat16 else "float32"
     if isinstance(profile, HardwareProfile):

@@ -111,7 +111,10 @@ class WholeSteps:
             return (every if of_loss else once)(values)
 
         self.gather_function = gathered
-        return own.evaluation_loop(*arguments, **named)
+        try:
+            return own.evaluation_loop(*arguments, **named)
+        finally:
+            self.gather_function = every
 
     def _draw(self: Any, epoch_iterator: Iterator[Any], num_batches: int) -> None:
         """Takes the batches of the next step, and begins to share their documents."""

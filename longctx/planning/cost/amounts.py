@@ -19,12 +19,12 @@ class Amounts:
     """Costs of documents; arrays [documents], or any shape that broadcasts with their lengths and degrees.
 
     Attributes:
-        pairs: attention area: the length squared, or that of a tree (`Tree.pairs`).
+        pairs: attention area: the length squared, or that of a tree (`Tree.pairs`); None: the former.
         products: tokens beyond the length, or below it, as which the matrices count; None: none.
         keys: tokens with as many bytes of K and V; None: the length.
     """
 
-    pairs: Floats
+    pairs: Floats | None = None
     products: Floats | None = None
     keys: Floats | None = None
 
@@ -53,5 +53,7 @@ class Amounts:
 
     def __getitem__(self, documents: Any) -> "Amounts":
         """Returns those of some documents, by an index of arrays."""
-        more = (None if values is None else values[documents] for values in (self.products, self.keys))
-        return Amounts(self.pairs[documents], *more)
+        return Amounts(*(None if values is None else values[documents] for values in (self.pairs, self.products, self.keys)))
+
+
+BY_LENGTH = Amounts()

@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers, largest_shards
-from longctx.planning.cost.amounts import Amounts
+from longctx.planning.cost.amounts import BY_LENGTH, Amounts
 from longctx.planning.cost.model import (
     NANOSECONDS,
     StepTimes,
@@ -47,7 +47,7 @@ def plan_cost(
     lengths: Integers,
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
-    amounts: Amounts | None = None,
+    amounts: Amounts = BY_LENGTH,
     encoding_ns: int = 0,
 ) -> PlanCost:
     """Returns the modelled cost of a scored assignment together with the lower bound; `amounts` as in `cost.model`.
@@ -70,7 +70,7 @@ def step_bound_ns(
     ranks: int,
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
-    amounts: Amounts | None = None,
+    amounts: Amounts = BY_LENGTH,
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly spread, on a free network.
@@ -106,13 +106,12 @@ def even_work_bound_ns(
     degrees: Integers,
     ranks: int,
     tokens_per_rank: int,
-    amounts: Amounts | None = None,
+    amounts: Amounts = BY_LENGTH,
     encoding_ns: int = 0,
 ) -> int:
     """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
-    pairs, products = (None, None) if amounts is None else (amounts.pairs, amounts.products)
-    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, pairs)).astype(np.int64)
-    tokens = lengths if products is None else lengths + products
+    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees, amounts.pairs)).astype(np.int64)
+    tokens = lengths if amounts.products is None else lengths + amounts.products
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
     fixed = fixed_ns(profile, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
     return fixed + (int(attention.sum()) + int(linear.sum()) + encoding_ns) // ranks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
-from longctx.planning.cost.amounts import Amounts, Floats
+from longctx.planning.cost.amounts import BY_LENGTH, Amounts, Floats
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
 from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
@@ -91,14 +91,14 @@ def linear_ns(profile: HardwareProfile, tokens: Integers | Floats) -> Integers:
     return result
 
 
-def beyond_ns(profile: HardwareProfile, amounts: Amounts | None, degrees: Integers) -> Integers | int:
+def beyond_ns(profile: HardwareProfile, amounts: Amounts, degrees: Integers) -> Integers | int:
     """Returns the time in nanoseconds, per rank of each ring, of matrices that lengths do not show; it may be negative."""
-    return 0 if amounts is None or amounts.products is None else linear_ns(profile, amounts.products / degrees)
+    return 0 if amounts.products is None else linear_ns(profile, amounts.products / degrees)
 
 
-def keys_of(lengths: Integers, amounts: Amounts | None) -> Integers | Floats:
+def keys_of(lengths: Integers, amounts: Amounts) -> Integers | Floats:
     """Returns the tokens whose K and V each document exchanges."""
-    return lengths if amounts is None or amounts.keys is None else amounts.keys
+    return lengths if amounts.keys is None else amounts.keys
 
 
 def mate_ns(profile: HardwareProfile, lengths: Integers | Floats, degrees: Integers) -> tuple[Integers, Integers]:
@@ -136,7 +136,7 @@ def alone_ns(
     offset: Integers | None = None,
     *,
     round_price: float = 0.0,
-    amounts: Amounts | None = None,
+    amounts: Amounts = BY_LENGTH,
     encoding: Integers | None = None,
 ) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
@@ -145,7 +145,7 @@ def alone_ns(
     several documents takes at most the sum of their times. `round_price`: see `exposed_ns`; `encoding`: nanoseconds of the
     images on the rank that has most of them.
     """
-    attention = attention_ns(profile, lengths, degrees, None if amounts is None else amounts.pairs)
+    attention = attention_ns(profile, lengths, degrees, amounts.pairs)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
     intra, inter = mate_ns(profile, keys_of(lengths, amounts), degrees)
     inside, _ = gather_ns(profile, degrees, most, intra, inter)
@@ -267,17 +267,17 @@ def score(
     pipeline: Pipeline = NO_PIPELINE,
     *,
     round_price: float = 0.0,
-    amounts: Amounts | None = None,
+    amounts: Amounts = BY_LENGTH,
     encoding: EncodingTimes = NO_ENCODING,
 ) -> StepTimes:
     """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see `exposed_ns`."""
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
-    of_documents = attention_ns(profile, lengths, a.degree, None if amounts is None else amounts.pairs)
+    of_documents = attention_ns(profile, lengths, a.degree, amounts.pairs)
     attention = spread(of_documents, a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
-    if amounts is not None and amounts.products is not None:
+    if amounts.products is not None:
         linear += spread(np.asarray(beyond_ns(profile, amounts, a.degree)), a.micro_batch, a.first_rank, stop, shape)
     exchange = exchange_ns(profile, keys_of(lengths, amounts), a, shape)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)

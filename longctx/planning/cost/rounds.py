@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
-from longctx.planning.cost.amounts import Amounts, Floats
+from longctx.planning.cost.amounts import BY_LENGTH, Amounts, Floats
 from longctx.planning.cost.model import StepTimes, keys_of, linear_ns, mate_ns, ring_parts, score, states_ns
 from longctx.planning.cost.tower import EncodingTimes
 from longctx.planning.hardware_profile import HardwareProfile
@@ -35,7 +35,7 @@ def choose_rounds(
     a: Assignment,
     timed: StepTimes,
     max_remote_tokens: int | None = None,
-    amounts: Amounts | None = None,
+    amounts: Amounts = BY_LENGTH,
 ) -> tuple[Integers, StepTimes]:
     """Returns the number of exchange rounds of every document, and the times of the assignment with them.
 
@@ -96,7 +96,7 @@ class _ExchangeTimes:
         lengths: Integers,
         a: Assignment,
         timed: StepTimes,
-        amounts: Amounts | None = None,
+        amounts: Amounts = BY_LENGTH,
     ) -> None:
         self.profile, self.shape = profile, timed.time.shape
         self.busy, self.states = timed.time - timed.exposed, states_ns(profile, lengths, a, self.shape)

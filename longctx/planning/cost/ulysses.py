@@ -56,7 +56,7 @@ def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_head
     """
     placements, profile, ranks = plan.micro_batches[micro_batch], plan.profile, plan.ranks
     rows = [(plan.lengths[p.document], p.first_rank, p.degree) for p in placements]
-    pairs = Amounts.of(np.array(plan.lengths), plan.trees).pairs[[p.document for p in placements]]
+    pairs = Amounts.of(np.array(plan.lengths), plan.trees)[[p.document for p in placements]].pairs
     swapped = np.array([swaps_heads(*row, ulysses_degree) for row in rows], dtype=bool)
     lengths, first, degree = documents = np.array(rows, dtype=np.int64).T
     u, shards = np.where(swapped, ulysses_degree, 1), -(-lengths // degree)
