@@ -28,18 +28,14 @@ def make_steps(
     max_length: int,
     long_documents: str | None,
     held_out_share: float,
-    masked: bool = False,
 ) -> Steps:
-    """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`.
-
-    `masked`: whether tokens are masked, which makes targets by chance; otherwise pieces without a target are left out.
-    """
+    """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
     if store.groups is not None:
         options: dict[str, Any] = {"max_length": max_length, "long_documents": long_documents, "name": store.name}
         return GroupSampler(store.lengths, store.groups, global_tokens=global_tokens, seed=seed, **options)
     left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
     cut: dict[str, Any] = {"seed": seed, "max_length": max_length, "long_documents": long_documents}
-    cut["has_targets"] = None if masked else store.has_targets
+    cut["has_targets"] = store.has_targets
     if len(store.sources) > 1:
         return Mixture(store, global_tokens=global_tokens, left_out=left_out, **cut)
     return Sampler(

@@ -166,7 +166,6 @@ class Sampler:
         pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch, or tokens by truncation.
-        without_targets: number of pieces that are left out because they have no target; None: such pieces are taken.
 
     Raises SamplerError for a long document under `error`, or in a pair under `split`, and if no document is left.
     """
@@ -227,7 +226,6 @@ class Sampler:
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
         self.dropped_tokens += int((lengths[documents] - (self._stop - self._start)).sum()) if cut else 0
         self._together = 2 if pairs else 1
-        self.without_targets: int | None = None
         if has_targets is not None:
             self._keep(has_targets(self._document, self._start, self._stop))
         self.pieces = len(self._document)
@@ -241,7 +239,6 @@ class Sampler:
     def _keep(self, has_target: npt.NDArray[np.bool_]) -> None:
         """Leaves out the pieces without a target; of pairs, those of which neither has one."""
         kept = np.repeat(has_target.reshape(-1, self._together).any(axis=1), self._together)
-        self.without_targets = int((~kept).sum())
         if not kept.any():
             raise SamplerError(
                 f"none of the {len(kept):,} documents has a token to train on: give a store with other documents"
@@ -265,9 +262,8 @@ class Sampler:
         return tuple(Piece(*span) for span in spans)
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """Returns a cursor as plain JSON data, with its epoch, the length of the longest piece and the pieces left out."""
-        cut = {"longest": self.longest, "without_targets": self.without_targets}
-        return {"cursor": cursor, "epoch": self.epoch(cursor), **cut}
+        """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece."""
+        return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
         """Returns the cursor of a saved `state`."""

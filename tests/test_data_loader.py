@@ -188,7 +188,6 @@ def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
         "cursor": cursor,
         "epoch": cursor // source.sampler.pieces,
         "longest": 100,
-        "without_targets": 2,
     }
     assert {"store.jsonl:1", "store.jsonl:8[0:100]", "store.jsonl:8[200:257]"} <= names
 
@@ -284,7 +283,7 @@ def test_close_ends_the_thread(store: Store) -> None:
 
 
 def test_pieces_without_a_target_are_not_taken(tmp_path: Path) -> None:
-    """Of a long prompt, and of a rest of one token; a run that took them before, in an earlier version, goes on so."""
+    """Of a long prompt, and of a rest of one token."""
     talk = {"messages": [{"role": "user", "content": "q" * 150}, {"role": "assistant", "content": "a" * 10}]}
     for name, records in (("talk", [talk, talk]), ("rest", [{"text": "t" * 120}]), ("whole", [{"text": "t" * 110}])):
         write_jsonl(tmp_path / f"{name}.jsonl", records)
@@ -297,17 +296,6 @@ def test_pieces_without_a_target_are_not_taken(tmp_path: Path) -> None:
         learned = {span for span in spans if opened.target_tokens(*span, min(span[1] + 40, lengths[span[0]]))}
         with loader(opened, **cut) as source:
             assert all(batch.target_tokens for batch in take(source, 12))
-            state = source.state_dict()
-            pieces = [*source.coming(40)]
-        assert {(piece.document, piece.start) for piece in pieces} <= learned
-        if opened in stores:
-            assert state["without_targets"] == len(spans) - len(learned)
-        del state["without_targets"]  # of an earlier version
-        with loader(opened, **cut) as source:
-            source.load_state_dict(state)
-            taken = {(piece.document, piece.start) for piece in source.coming(200)}
-            assert taken == spans if opened in stores else taken > learned
-            again = source.state_dict()
-        with loader(opened, **cut) as source:
-            source.load_state_dict(again)
-            assert {(piece.document, piece.start) for piece in source.coming(200)} == taken
+            pieces = [*source.coming(200)]
+        taken = {(piece.document, piece.start) for piece in pieces}
+        assert taken == learned if opened in stores else taken <= learned

@@ -69,7 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.evaluation.target import Target
     from longctx.parallel.device import prepare_device
     from longctx.parallel.environment import Launch
-    from longctx.training.checks import check_sources
 
     launch = Launch.read()
     with said_once(launch):
@@ -79,10 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         device = prepare_device(config.train.device, launch)
         work: Documents | Grid
         if arguments.needle:
-            if config.masked.share is not None:
-                raise UserError("--needle is for causal models, which continue a text, but masked.share is set: omit --needle")
-            if config.model_source().spec.encoder_layers:
-                raise UserError("--needle is for causal models, but this is an encoder-decoder: omit --needle")
             tokenizer = Store.open(arguments.store).tokenizer if arguments.store else target.tokenizer()
             work = _grid(arguments)
             _check_grid(work, tokenizer, config.capacity(launch.world_size), launch.world_size)
@@ -93,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
                     f"{work.store.path} contains preference pairs, which `longctx eval` does not support: set eval.every to "
                     "log loss and accuracy of pairs in training, or give a store without pairs with --store"
                 )
-            check_sources({"--store": work.store}, config.model_source())
             tokenizer = work.store.tokenizer
         target.check(tokenizer)
         _evaluate(arguments, target, work, tokenizer, launch, device)
@@ -225,9 +219,7 @@ def _report_loss(
     if documents.long:
         done = {None: "split", "split": "split", "drop": "dropped"}.get(target.config.data.long_documents, "truncated")
         print(f"{documents.long:,} documents of more than {documents.max_length:,} tokens were {done}")
-    place = "tokens of context" if documents.masking is None else "position of the masked token"
-    place = place if documents.store.start_token is None else "position in the target"
-    for title, parts in (("document length (tokens)", report.by_length), (place, report.by_position)):
+    for title, parts in (("document length (tokens)", report.by_length), ("tokens of context", report.by_position)):
         counted = parts[0].documents is not None if parts else False
         print(f"\n{title:>30} {'documents' if counted else '':>10} {'predicted':>12} {'loss':>8} {'perplexity':>11}")
         for part in parts:

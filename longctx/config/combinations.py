@@ -132,7 +132,6 @@ FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
     "multi-token prediction": ("model.num_nextn_predict_layers", lambda config, spec: spec.predictions),
-    "the encoder": ("model.from_pretrained", lambda config, spec: spec.encoder_layers > 0),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.state_size for layer in spec.layers)),
 }
 """What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
@@ -146,9 +145,7 @@ POLICY = Where("policy.loss is not null", ("policy.loss=null",))
 NO_POLICY = Where("policy.loss is null", ("policy.loss=grpo",))
 ROLLOUTS = Where("data.rollouts is not null")
 NO_DPO = Where("dpo.beta is null", ("dpo.beta=0.1",))
-MASKED = Where("masked.share is not null", ("masked.share=null",))
 PREDICTIONS = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
-CAUSAL = Where("masked.share is null", ("masked.share=0.3",))
 TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_size=1",))
 PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
 ZERO_BUBBLE = Where(
@@ -165,11 +162,9 @@ def _rows() -> Iterator[Row]:
     yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
     yield Row("model.new_tokens is not null", NEW_MODEL, "a new model has all entries of the data's tokenizer")
     yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")
-    yield Row("model.new_tokens is not null", MASKED, "entries are added to causal models only")
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _objectives()
-    yield from _encoder_decoders()
     yield from _policy()
     yield from _data()
     yield from _parallelism()
@@ -191,28 +186,10 @@ def _objectives() -> Iterator[Row]:
     for setting in SPLIT:
         yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
     yield Row("dpo.label_smoothing > 0", NO_DPO, "it has no effect without DPO")
-    for setting in ("masked.random is not 0.1", "masked.kept is not 0.1", "masked.token is not null"):
-        yield Row(setting, CAUSAL, "it has no effect on a causal model")
-    yield Row("masked.share is not null", NEW_MODEL, "masked tokens are predicted by an encoder, and presets are causal")
-    yield Row("dpo.beta is not null", MASKED, "DPO needs a causal model, and masked tokens are predicted by an encoder")
-    yield Row("model.implementation is native", MASKED, "the native decoder is causal")
-    for setting in SPLIT:
-        yield Row(setting, MASKED, "encoders are run by transformers' own code, which cannot split a model over ranks")
     no_predictions = Where("multi-token prediction is 0", ("model.num_nextn_predict_layers=1",))
     yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
     yield Row("dpo.beta is not null", PREDICTIONS, "the loss of DPO is not one of single tokens")
     yield Row("parallel.pipeline_parallel_size > 1", PREDICTIONS, "the last stage would need the embedding of the first")
-
-
-def _encoder_decoders() -> Iterator[Row]:
-    encoder = Where("the encoder is true")
-    why = "it is not tested with an encoder and a decoder"
-    for setting in ("dpo.beta is not null", "policy.loss is not null", "lora.base is not null"):
-        yield Row(setting, encoder, why)
-    yield Row("train.compile is true", encoder, "torch.compile breaks graphs where blocks make their attention")
-    yield Row("model.new_tokens is not null", encoder, "entries are added to causal models only")
-    yield Row("data.merge_prefixes is true", encoder, "a source has one target")
-    yield Row("context.ulysses_degree is not 1", encoder, "cross-attention has no Ulysses")
 
 
 def _policy() -> Iterator[Row]:
@@ -226,7 +203,6 @@ def _policy() -> Iterator[Row]:
     no_bound = Where("policy.clip_high is null", ("policy.clip_high=5.0",))
     yield Row("policy.loss is cispo", no_bound, "it bounds ratios by clip_high itself")
     yield Row("dpo.beta is not null", POLICY, "a run has one loss")
-    yield Row("policy.loss is not null", MASKED, "a policy loss needs a causal model")
     yield Row("policy.loss is not null", PREDICTIONS, "only next tokens have advantages")
 
 
@@ -261,7 +237,6 @@ def _data() -> Iterator[Row]:
 
 def _merging() -> Iterator[Row]:
     merged = "data.merge_prefixes is true"
-    yield Row(merged, MASKED, "tokens are masked in each document, and seen by those before them")
     yield Row(merged, PREDICTIONS, "a token in common has several later tokens")
     by_default = "balance.bias_rate is null and the bias of the router is true and model.from_pretrained is null"
     for condition, name in [*((f"{name} > 0", name) for name in BALANCE), (by_default, "balance.bias_rate")]:

@@ -31,8 +31,8 @@ OF_PACKING = (
 class Document:
     """One sequence, a tree of several, or a record of a source and a target.
 
-    `labels` are what each token predicts, the next one (of an encoder, its own) or -100. `tokens` are those that the decoder reads, if there is a
-    `source`; no other token sees the `hidden` ones. The target is in a batch from `column` on.
+    `labels` are what each token predicts, the next one (of an encoder, its own) or -100. `tokens` are those that the decoder
+    reads, if there is a `source`; no other token sees the `hidden` ones. The target is in a batch from `column` on.
     """
 
     tokens: Ids

@@ -175,8 +175,6 @@ def make_attention(
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
     """Returns the Ulysses degree of a micro-batch, from the settings or by the cost model."""
-    if spec.encoder_layers:
-        return 1
     degree, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
     if degree != "auto":
         return degree
