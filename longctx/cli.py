@@ -38,7 +38,6 @@ COMMANDS = (
     "compare",
     "measure",
     "split",
-    "runs",
     "calibrate",
     "estimate",
     "verify",
