@@ -147,7 +147,6 @@ def test_a_run_from_prepare_to_export(
     for command, message in (
         (["train", *causal, "--resume"], "set masked.share to train it on masked tokens"),
         (["generate", str(out), "--prompt", "a"], "predicts masked tokens and cannot continue a text"),
-        (["eval", str(run), "--needle"], "--needle is for causal models"),
         (["eval", str(out), "--store", str(store)], "set masked.share to train it on masked tokens"),
         (["train", *settings, "--masked.token=<hole>", f"--train.run_dir={tmp_path / 'other'}"], "none of <hole> is in"),
     ):

@@ -364,9 +364,5 @@ def test_what_is_not_tested_is_refused(base: Path, capsys: pytest.CaptureFixture
     ):
         with pytest.raises(ConfigError, match=message):
             load(None, [f"model.from_pretrained={base}", "data.store=store", setting])
-    for command, message in (
-        (["generate", str(base), "--prompt", "a"], "use generate() of transformers' AutoModelForSeq2SeqLM"),
-        (["eval", str(base), "--needle"], "--needle is for causal models"),
-    ):
-        assert main(command) == 2
-        assert message in capsys.readouterr().err
+    assert main(["generate", str(base), "--prompt", "a"]) == 2
+    assert "use generate() of transformers' AutoModelForSeq2SeqLM" in capsys.readouterr().err
