@@ -40,7 +40,6 @@ COMMANDS = (
     "split",
     "calibrate",
     "estimate",
-    "verify",
     "config",
 )
 
