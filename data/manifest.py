@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
+from longctx.checksums import damage, inside, persistent, sealed, unsealed
 from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
@@ -174,9 +174,9 @@ class Manifest:
                 )
         return manifest
 
-    def damage(self, folder: Path, name: str, read: Read = lambda count: None) -> str:
+    def damage(self, folder: Path, name: str) -> str:
         """Reads a file of the store. Returns what is wrong with it; empty if nothing is, or if it has no checksums."""
-        return damage(folder / name, self.checksums[name], read) if self.checksums else ""
+        return damage(folder / name, self.checksums[name]) if self.checksums else ""
 
 
 def is_store(folder: Path) -> bool:

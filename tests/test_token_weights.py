@@ -95,12 +95,10 @@ def test_templates_give_each_turn_its_weight(tmp_path: Path, family: str, checkp
     assert store.token_weights(1, 0, length) is None
 
 
-def test_examples_show_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked, one, again, two = chat("Q", "one", "Again", "two")
     main_prepare(written(tmp_path, [{"messages": [asked, {**one, "weight": 0.5}, again, two]}]), tmp_path / "store")
-    shown = capsys.readouterr().out
-    assert "0.5×⟦one<|im_end|>⟧" in shown and "\n⟦two<|im_end|>" in shown
-    assert "weights    of single messages or tokens in 1 documents" in shown
+    assert "weights    of single messages or tokens in 1 documents" in capsys.readouterr().out
 
 
 def test_stores_without_them_stay_as_they_are(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Target:
         return self.config.model_source(vocab_size)
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer, for generated text. Raises UserError if there is none."""
+        """Returns the tokenizer that the model was trained with. Raises UserError if there is none."""
         if self.checkpoint is not None:
             if self.config.data.rollouts is not None:
                 return rollout_reader(self.config).tokenizer

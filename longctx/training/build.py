@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
-from longctx.attention.exchange import Exchange
 from longctx.attention.kernels import KernelRequest, kernel_name
 from longctx.config import Config
 from longctx.config.run import FLOAT8_ROWS
@@ -139,7 +138,6 @@ def make_attention(
     plan: Plan,
     layout: Layout | CrossLayout,
     clock: StepClock | None = None,
-    exchange: type[Exchange] = Exchange,
     causal: bool | None = None,
     blocks: Mapping[int, Sequence[Span]] | None = None,
 ) -> MakeAttention:
@@ -148,9 +146,7 @@ def make_attention(
     `causal`: whether tokens see only earlier ones; None: as the model says.
     `blocks`: spans of documents whose tokens also see the later ones of their span.
     """
-    timed: dict[str, Any] = {"exchange": exchange}
-    if clock is not None:
-        timed = {"watch": clock.attention, "exchange": clock.exchange}
+    timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
     context, degree = config.context, ulysses_degree(config, spec, plan, layout.micro_batch)
 
     def make(scale: float | None, softcap: float, window: int | None) -> RingAttention | HybridAttention:
