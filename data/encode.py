@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
-from longctx.data.formats import PAIRS, Document
+from longctx.data.formats import Document
 from longctx.data.image_processor import ImageError, ImageTokens
 from longctx.data.image_sources import ImagePlace
 from longctx.data.left_out import left_out
@@ -115,15 +115,8 @@ class Encoder:
     def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[EncodedDocument], int]:
         """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
-        The two documents of a preference pair must be adjacent in the batch; if one is too long, both are dropped.
         Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for ids out of range.
         """
-        in_pairs = documents[0].format == PAIRS
-        if in_pairs and self.train_on == "all":
-            raise ChatError(
-                f"{documents[0].name} belongs to a preference pair: --train-on all would train on the prompt, which both "
-                "completions share; use assistant or last"
-            )
         rendered = iter(self._marked(conversations))
         encoded = iter(
             self.tokenizer.encode_batch(
@@ -150,11 +143,7 @@ class Encoder:
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
-        rows = [self._cut(row) for row in rows]
-        fits = [not row.too_long for row in rows]
-        if in_pairs:
-            fits = [fits[place] and fits[place ^ 1] for place in range(len(fits))]
-        kept = [row for row, fit in zip(rows, fits, strict=True) if fit]
+        kept = [row for row in map(self._cut, rows) if not row.too_long]
         return kept, len(rows) - len(kept)
 
     def _cut(self, row: EncodedDocument) -> EncodedDocument:
@@ -164,8 +153,7 @@ class Encoder:
             return row
         if self.long_documents == "drop":
             return row._replace(too_long=True)
-        of_pair = row.document.format == PAIRS
-        uncut = "images" if row.images else "a source" if row.source else "the prompt of a pair" if of_pair else ""
+        uncut = "images" if row.images else "a source" if row.source else ""
         if uncut or self.long_documents not in TRUNCATED:
             ways = f"drop ({uncut} cannot be cut)" if uncut else "drop, truncate_left (keeps the end) or truncate_right"
             raise ChatError(
@@ -180,7 +168,7 @@ class Encoder:
     def _check_pair(self, document: Document) -> None:
         """Raises ChatError unless a document has a source and a target, for an encoder-decoder."""
         roles = [message["role"] for message in document.messages]
-        if document.format == PAIRS or not roles or roles[-1] != "assistant":
+        if not roles or roles[-1] != "assistant":
             raise ChatError(
                 f"{document.name} is of format {document.format}, but an encoder-decoder learns pairs: give records with "
                 "`source` and `target`, `document` and `summary`, `prompt` and `completion`, or conversations that end with an "

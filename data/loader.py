@@ -26,8 +26,7 @@ from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
 _WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or its data.rollouts, or all of data.stores in the same "
-    "order, or start a new run",
+    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same order, or start a new run",
     "mix": "give the weights or epochs of data.stores that the run began with",
     "seed": "set data.seed to the run's value (by default it is train.seed)",
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
@@ -60,7 +59,6 @@ class Loader(Iterator[StepBatch]):
         masking: masks of an encoder's tokens (None: labels are next tokens).
         ahead: number of later tokens to read for every token, for multi-token prediction.
         merging: merges the documents of a step that begin alike; None: they stay apart.
-        complete: adds to a batch what an objective needs besides; None: nothing.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
@@ -81,7 +79,6 @@ class Loader(Iterator[StepBatch]):
         masking: Masking | None = None,
         ahead: int = 0,
         merging: Merging | None = None,
-        complete: Callable[[StepBatch, Sequence[Piece]], StepBatch] | None = None,
     ) -> None:
         self._make_steps = partial(
             make_steps,
@@ -105,7 +102,7 @@ class Loader(Iterator[StepBatch]):
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self.planner, self.merging, self._complete = planner, merging, complete
+        self.planner, self._merging = planner, merging
         self._pad_to_multiple_of = pad_to_multiple_of
         self._masking = masking
         self._later = ahead
@@ -190,13 +187,6 @@ class Loader(Iterator[StepBatch]):
             raise LoaderError("the run cannot continue at its position in the data: " + "; ".join(problems))
         return state
 
-    def coming(self, last_step: int) -> Iterator[Piece]:
-        """Yields the pieces of the steps up to `last_step` that have not been returned yet."""
-        cursor = self._cursor
-        for _ in range(self._step, last_step):
-            pieces, cursor = self.sampler.step(cursor)
-            yield from pieces
-
     def close(self) -> None:
         """Ends the background thread after the step that it is preparing."""
         self._discard()
@@ -219,12 +209,11 @@ class Loader(Iterator[StepBatch]):
     def _prepare(self, step: int, cursor: Any) -> tuple[StepBatch, Any]:
         """Returns the step that begins at `cursor`, and the cursor after it."""
         pieces, next_cursor = self.sampler.step(cursor)
-        plan, merged = plan_step(self._store, pieces, self.planner, self.merging)
+        plan, merged = plan_step(self._store, pieces, self.planner, self._merging)
         if plan.ranks != self._ranks:
             raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
         options = (self._pad_to_multiple_of, self._masking, self._later)
-        batch = read_step(self._store, pieces, plan, self._rank, step, *options, merged)
-        return (batch if self._complete is None else self._complete(batch, pieces)), next_cursor
+        return read_step(self._store, pieces, plan, self._rank, step, *options, merged), next_cursor
 
 
 def _identity_of(store: Store) -> dict[str, Any]:
@@ -304,7 +293,6 @@ def read_step(
         micro_batches=tuple(micro_batches),
         weights=() if set(weights) <= {1.0} else tuple(weights),
         target_weight=sum(weight * count for weight, count in zip(weights, amounts, strict=True)),
-        store_documents=tuple(piece.document for piece in pieces),
         source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
         rows=() if merged is None else merged.rows,
     )

@@ -108,7 +108,6 @@ class StepBatch:
         data_wait_s: seconds that the caller waited for this batch.
         weights: weight of each target, by sequence; empty: 1 for all.
         target_weight: sum of the weights of all targets of the step, over the whole domain; `target_tokens` without weights.
-        store_documents: index in the store of each sequence (or of the one it is cut from); empty without a store.
         source_tokens: tokens of the step by the path of their store; empty with a single store.
         rows: document of the plan of every sequence that was merged, and its rows there; empty: each document is a sequence.
     """
@@ -122,7 +121,6 @@ class StepBatch:
     data_wait_s: float = 0.0
     weights: tuple[float, ...] = ()
     target_weight: float = 0.0
-    store_documents: tuple[int, ...] = ()
     source_tokens: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[tuple[int, Ids], ...] = ()
 

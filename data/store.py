@@ -86,7 +86,7 @@ class Store:
     """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for several.
 
     Attributes:
-        path, manifest: path and manifest of the store, or of the first of several; rollouts have no manifest.
+        path, manifest: path and manifest of the store, or of the first of several.
         sources: the stores that this one consists of; a single store has itself.
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
         trained_tokens: targets per document, int64 `[documents]`.
@@ -95,16 +95,14 @@ class Store:
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
         source_lengths: tokens per document that an encoder reads, int64 `[documents]`; None: not for encoder-decoders.
         has_images: whether some documents may have images.
-        groups: number of the group of each document; the documents of a group are taken together. None: there are no groups.
     """
 
-    groups: Int64Array | None = None
     source_lengths: Int64Array | None = None
 
     def __init__(
         self,
         path: Path,
-        manifest: Manifest | None,
+        manifest: Manifest,
         tokenizer: Tokenizer,
         table: Any,
         batches: Sequence[Batch],
@@ -113,8 +111,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.tokenizer = tokenizer
-        own = "" if manifest is None else manifest.fingerprint
-        self.sources = tuple(sources) or (Source(path, own, range(table.num_rows)),)
+        self.sources = tuple(sources) or (Source(path, manifest.fingerprint, range(table.num_rows)),)
         prints = [source.fingerprint for source in self.sources]
         self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
         self._table = table
@@ -170,11 +167,9 @@ class Store:
     def join(cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight") -> "Store":
         """Joins several stores into one, one after the other, with the `amounts` to take of each, in `unit` (see `Source`).
 
-        Raises StoreError if they were made with different tokenizers, if two have the same documents, or if one has pairs.
+        Raises StoreError if they were made with different tokenizers, or if two have the same documents.
         """
         first, *others = stores
-        for store in filter(lambda store: store.pairs, stores):
-            raise StoreError(f"store {store.path} has preference pairs, which cannot be mixed: give it alone, as data.store")
         for store, other in itertools.combinations(stores, 2):
             if store.fingerprint == other.fingerprint:
                 raise StoreError(f"stores {store.path} and {other.path} have the same documents: give only one of them")
@@ -228,18 +223,13 @@ class Store:
         return len(self.lengths)
 
     @property
-    def pairs(self) -> bool:
-        """Whether documents 2k and 2k + 1 are a pair: the chosen and the rejected completion of a prompt."""
-        return self.manifest is not None and self.manifest.pairs
-
-    @property
     def start_token(self) -> int | None:
         """Token that a decoder reads first, before each target; None: the store is not for encoder-decoders."""
-        return None if self.manifest is None else self.manifest.start_token
+        return self.manifest.start_token
 
     @property
     def unsplit(self) -> tuple[str, str, str] | None:
-        """Words for documents other than pairs that are never split, see `check_long`; None: all may be."""
+        """Words for documents that are never split, see `check_long`; None: all may be."""
         return None if self.start_token is None else ("sources with their targets", "they are", "which drops both")
 
     @property

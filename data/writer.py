@@ -20,7 +20,7 @@ import pyarrow
 from longctx.checksums import SummedFile, damage, sealed, unsealed
 from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.encode import EncodedDocument, Encoder
-from longctx.data.formats import PAIRS, Document
+from longctx.data.formats import Document
 from longctx.data.image_sources import frames_of, read_image
 from longctx.data.store import IMAGES, PLACES, store_schema
 from longctx.data.tokenizer import Tokenizer
@@ -129,14 +129,13 @@ def _encoded(
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yields batches of documents to tokenize at once; the documents of a pair stay together."""
+    """Yields batches of documents to tokenize at once."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
         batch.append(document)
         characters += document.size
-        half_a_pair = document.format == PAIRS and len(batch) % 2
-        if (characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS) and not half_a_pair:
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
     if batch:

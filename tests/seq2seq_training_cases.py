@@ -23,6 +23,7 @@ from longctx.model.protocol import generator_of
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
 from longctx.training.build import sizes_of_groups
+from longctx.training.objectives.objective import token_mean
 from longctx.training.optimizer import learning_rate
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint
@@ -152,7 +153,7 @@ def first_step(base: Path, store: Path, run: Path) -> tuple[float, dict[str, tor
     with trainer.loader:
         batch = next(trainer.loader)
     validation = trainer.validator.validate().validation_loss
-    total = trainer.passes.forward_backward(batch, trainer.passes.weigh(batch, trainer.objective)).sum().double()
+    total = trainer.passes.forward_backward(batch, token_mean(batch)).sum().double()
     dist.all_reduce(total)
     gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}
     return total.item(), gradients, batch.plan.degrees, validation

@@ -240,7 +240,6 @@ def test_conversations_are_cut_before_the_last_answer(base: Path, tmp_path: Path
             {},
             "is of format text, but an encoder-decoder learns pairs: give records with `source` and `target`",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "format chosen-rejected"),
         ({"messages": [*CONVERSATION, *CONVERSATION]}, {}, "has no chat template: give one source and one target"),
         ({"messages": CONVERSATION[::-1]}, {}, "end with an answer"),
         ({"source": "a", "target": "b"}, {"train_on": "all"}, "whose target is the last answer alone"),

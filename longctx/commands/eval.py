@@ -88,11 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
             _check_grid(work, tokenizer, config.capacity(launch.world_size), launch.world_size)
         else:
             work = _documents(arguments, target, launch.world_size)
-            if work.store.pairs:
-                raise UserError(
-                    f"{work.store.path} contains preference pairs, which `longctx eval` does not support: set eval.every to "
-                    "log loss and accuracy of pairs in training, or give a store without pairs with --store"
-                )
             check_sources({"--store": work.store}, config.model_source())
             tokenizer = work.store.tokenizer
         target.check(tokenizer)

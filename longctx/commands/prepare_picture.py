@@ -34,7 +34,7 @@ def histogram(lengths: npt.NDArray[np.int64]) -> str:
 
 
 def examples(store: "Store") -> None:
-    """Prints the first, the middle and the last document (or pair); of long documents, both ends."""
+    """Prints the first, the middle and the last document; of long documents, both ends."""
     from rich.console import Console
     from rich.text import Text
 
@@ -42,9 +42,8 @@ def examples(store: "Store") -> None:
     coloured = console.is_terminal and console.color_system is not None
     key = Text("marked", WITH_LOSS) if coloured else Text(f"between {BRACKETS[0]} and {BRACKETS[1]}")
     console.print(Text.assemble("  examples, text with loss ", key))
-    together = 2 if store.pairs else 1
-    last = len(store) // together - 1
-    for document in (together * place + side for place in sorted({0, last // 2, last}) for side in range(together)):
+    last = len(store) - 1
+    for document in sorted({0, last // 2, last}):
         length = int(store.lengths[document])
         share = store.trained_tokens[document] / length
         console.rule(f"{store.name(document)}: {length:,} tokens, {share:.0%} with loss", align="left", characters="-")

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from longctx.config import Config, ConfigError
-from longctx.config.combinations import merges_prefixes
 from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader, Planner, plan_step
 from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import Mixture, make_steps
-from longctx.data.rollout_records import RolloutReader
-from longctx.data.rollout_store import RolloutStore
 from longctx.data.sampler import Sampler, Steps
 from longctx.data.store import Store
-from longctx.data.tokenizer import Tokenizer, TokenizerError
+from longctx.data.tokenizer import TokenizerError
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.spec import ModelSpec
@@ -48,12 +45,6 @@ class RunData:
     @classmethod
     def open(cls, config: Config) -> "RunData":
         """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores differ."""
-        if config.data.rollouts is not None:
-            store = RolloutStore.read_from(config.data.rollouts, rollout_reader(config), scaled=config.policy.scale_rewards)
-            if config.policy.kl and store.rollouts.reference_logps is None:
-                problem = f"policy.kl is {config.policy.kl:g}, but {store.path} has no reference_logps"
-                raise UserError(f"{problem}: give them, or set policy.kl to 0")
-            return cls(store)
         opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
         validation = Store.open(config.eval.store) if validated and config.eval.store is not None else None
@@ -77,15 +68,6 @@ class RunData:
     def vocab_size(self) -> int:
         """Entries of the tokenizer."""
         return self.store.tokenizer.vocab_size
-
-
-def rollout_reader(config: Config) -> RolloutReader:
-    """Returns what reads `data.rollouts`, by the tokenizer of the checkpoint, or by `data.tokenizer`. Raises TokenizerError."""
-    if config.data.tokenizer is not None:
-        return RolloutReader(Tokenizer.load(config.data.tokenizer))
-    files = config.model_source().files
-    assert files is not None, "rollouts need a checkpoint or data.tokenizer: see the rows of `combinations`"
-    return RolloutReader.of_checkpoint(str(files.folder))
 
 
 def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
@@ -131,13 +113,11 @@ def padding(config: Config) -> int:
 def make_masking(config: Config, store: Store, seed: int) -> Masking | None:
     """Returns the masks of an encoder's tokens; None if next tokens are predicted.
 
-    Raises UserError if the tokenizer of the store has no mask token, or the store has preference pairs.
+    Raises UserError if the tokenizer of the store has no mask token.
     """
     masked, tokenizer = config.masked, store.tokenizer
     if masked.share is None:
         return None
-    if store.pairs:
-        raise UserError(f"masked.share is {masked.share:g}, but {store.path} contains preference pairs: omit one of the two")
     try:
         token = tokenizer.mask_token(masked.token)
     except TokenizerError as error:
@@ -147,7 +127,7 @@ def make_masking(config: Config, store: Store, seed: int) -> Masking | None:
 
 def make_merging(config: Config, world_size: int) -> Merging | None:
     """Returns what merges documents of a step that begin alike; None if they stay apart."""
-    return Merging(config.capacity(world_size), config.batch.tokens_per_rank) if merges_prefixes(config) else None
+    return Merging(config.capacity(world_size), config.batch.tokens_per_rank) if config.data.merge_prefixes else None
 
 
 def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False) -> Planner:
@@ -196,7 +176,6 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         masking=make_masking(config, store, config.train.seed),
         ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
         merging=make_merging(config, mesh.world_size),
-        complete=store.completed if isinstance(store, RolloutStore) else None,
     )
 
 

@@ -45,7 +45,7 @@ class StepMetrics:
     """One line of metrics.jsonl. Counts are sums over the domain.
 
     Attributes:
-        loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if none, or not finite.
+        loss: mean over the valid targets of the step; null in metrics.jsonl if none, or not finite.
         tokens, computed_tokens: of all documents of the step, before and after those that begin alike were merged; the
             second is None if none were. Speed counts the first, mfu the second.
         step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
@@ -63,14 +63,8 @@ class StepMetrics:
             that logs.
         rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits for other ranks.
         mfu: model FLOP utilisation; None if the peak of the device is not known.
-        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents (with DPO,
-            over their pairs), number of these targets, and time of the validation, not part of step_time_s; None in steps
-            without a validation.
-        reward_accuracy, reward_margin: with DPO, share of pairs whose chosen completion has the larger reward, and mean
-            difference of the rewards; validation_accuracy is this share over the validation pairs.
-        reward, completion_tokens: of rollouts, mean reward and mean number of tokens that a completion learns.
-        ratio, clip_share, kl, entropy: of a policy loss, means over these tokens of the ratio to the old model, of what is
-            clipped, of the KL divergence to the reference, and of -log p, which estimates the entropy.
+        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents, number of
+            these targets, and time of the validation, not part of step_time_s; None in steps without a validation.
         expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
@@ -109,15 +103,6 @@ class StepMetrics:
     validation_loss: float | None = _row("validation", default=None)
     validation_tokens: int | None = _row("validation", default=None)
     validation_s: float | None = _row("validation", default=None)
-    validation_accuracy: float | None = _row("validation", default=None)
-    reward_accuracy: float | None = _row("train", default=None)
-    reward_margin: float | None = _row("train", default=None)
-    reward: float | None = _row("policy", default=None)
-    completion_tokens: float | None = _row("policy", default=None)
-    ratio: float | None = _row("policy", default=None)
-    clip_share: float | None = _row("policy", default=None)
-    kl: float | None = _row("policy", default=None)
-    entropy: float | None = _row("policy", default=None)
     expert_imbalance: float | None = _row("experts", "sum", default=None)
     unused_experts: float | None = _row("experts", "sum", default=None)
     document_loss: float | None = _row("experts", "sum", default=None)
@@ -181,14 +166,11 @@ class StepMetrics:
         bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
         validated = "" if self.validation_loss is None else f"\n  validation loss {self.validation_loss:.3f} "
         if validated:
-            accuracy = "" if self.validation_accuracy is None else f"accuracy {self.validation_accuracy:.1%} "
-            validated += f"{accuracy}on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
+            validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
         marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
-        reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
-        reward = reward if self.reward is None else f"reward {self.reward:.3f} "
         merged = "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
-        learned = f"loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f}"
+        learned = f"loss {self.loss:.3f} grad_norm {self.grad_norm:.2f}"
         return (
             f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem {format_bytes(self.peak_memory_bytes)} "

@@ -23,9 +23,9 @@ from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
 from longctx.training.images import blocks_of, images_of
 from longctx.training.objectives.balance import Balance
-from longctx.training.objectives.loss import RowWeights, cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
+from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, rows_with_labels
 from longctx.training.objectives.multi_token import MultiTokenLoss
-from longctx.training.objectives.objective import Objective, StepWeights, document_sums
+from longctx.training.objectives.objective import StepWeights
 from longctx.training.trace import micro_batch_name
 
 
@@ -80,13 +80,6 @@ class Passes:
     def position(self) -> str:
         """Returns what this rank does: its task, and the micro-batch, layer and pass."""
         return ", ".join(filter(None, [self.task, self.place()]))
-
-    def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
-        """Returns the weights of the tokens of a step, after a pass without gradients if the objective needs one."""
-        if not objective.needs_log_probabilities(batch):
-            return objective.weights(batch)
-        values = self.look(batch, log_probabilities)
-        return objective.weights(batch, values, document_sums(batch, values, self.mesh))
 
     @torch.no_grad()
     def look(self, batch: StepBatch, score: LabelScore) -> list[torch.Tensor]:
@@ -150,12 +143,11 @@ class Passes:
     def inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
         """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch, those of an empty one."""
         device = self.mesh.device
-        counted: torch.Tensor | RowWeights | None = None
+        counted = None
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
             attention = self._attention(batch, micro_batch)
-            of_tokens = None if weights.tokens is None else weights.tokens[number]
-            counted = copy_to(of_tokens, device) if isinstance(of_tokens, torch.Tensor) else of_tokens and of_tokens.to(device)
+            counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
             context = self.config.context
