@@ -23,7 +23,6 @@ from pathlib import Path
 from longctx.data.chat import ChatError
 from longctx.data.formats import Document, columns_of, parse_record
 from longctx.data.hub import HubDataset, may_be_name
-from longctx.data.image_sources import located_all
 from longctx.data.messages import FormatError
 from longctx.data.readers import (
     MEGATRON,
@@ -176,9 +175,7 @@ class Corpus:
 
     def _document(self, record: Record) -> Document:
         try:
-            document = parse_record(record.values, record.name, record.source_bytes, self.text_column)
-            folders = [] if self.hub is not None else [self.root / Path(record.name).parent, self.root]
-            return replace(document, images=tuple(located_all(document.images, folders)))
+            return parse_record(record.values, record.name, record.source_bytes, self.text_column)
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
 

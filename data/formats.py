@@ -12,9 +12,9 @@ A record has the first of these formats that its keys allow (keys whose value is
 
 A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
-prompt, which may be called `query`. Conversations may have images (see `image_sources`). A message whose `weight`, `train`,
-`training` or `loss` is 0 or false has no loss; any other `weight` multiplies it. Keys with a known meaning are obeyed or
-refused; `Document.unused` names the others, except those of messages, which a template may print (see `longctx.data.left_out`).
+prompt, which may be called `query`. A message whose `weight`, `train`, `training` or `loss` is 0 or false has no loss; any
+other `weight` multiplies it. Keys with a known meaning are obeyed or refused; `Document.unused` names the others, except those
+of messages, which a template may print (see `longctx.data.left_out`).
 """
 
 from collections.abc import Collection, Mapping
@@ -22,8 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.image_sources import MEDIA_KEYS, frames_of, place_images
-from longctx.data.messages import FormatError, json_in, leaves, parse_messages, sharegpt
+from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, parse_messages, sharegpt
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.weights import TokenWeights, is_weight
 
@@ -42,13 +41,13 @@ OTHER_NAMES = (("source", "target"), ("document", "summary"))
 _REQUIRED = {key for groups in FORMATS.values() for group in groups for key in group}
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""
-BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel (docs/trainers.md)"
 PREFERENCE = f"makes a preference pair: train it inside TRL's DPOTrainer, {BY_ONE_CALL}"
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
 """Keys of a rejected answer beside a conversation."""
 _EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
 UNSUPPORTED = {
-    **dict.fromkeys(("audio", "audios"), "only text, images and videos are supported: remove the record"),
+    **dict.fromkeys(("audio", "audios"), "only text is: remove the record"),
+    **dict.fromkeys(("image", "images", "video", "videos"), WITH_IMAGES),
     **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
     "documents": "write the documents into a message",
     "chat_template_kwargs": "use --template-set, which applies to all conversations",
@@ -78,7 +77,6 @@ class Document:
         message_weights: weights of messages, by index; 0: it must not be trained on. All others have 1.
         unused: keys of the record that are not used.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
-        images: images and videos of a conversation, in whose messages `IMAGE` or `VIDEO` stands for each; see `image_sources`.
     """
 
     name: str
@@ -93,13 +91,11 @@ class Document:
     unused: tuple[str, ...] = ()
     ids: Ids | None = None
     learned: TokenWeights | None = None
-    images: tuple[Any, ...] = ()
 
     @property
     def size(self) -> int:
-        """Number of characters and bytes of images, or of token ids."""
-        images = sum(len(image) if isinstance(image, bytes) else image.stat().st_size for image in frames_of(self.images))
-        return sum(map(len, self.texts)) + images if self.ids is None else len(self.ids)
+        """Number of characters, or of token ids."""
+        return sum(map(len, self.texts)) if self.ids is None else len(self.ids)
 
     @property
     def bytes(self) -> int:
@@ -131,7 +127,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *MEDIA_KEYS}
+    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -202,7 +198,6 @@ def _conversation(
     if record.get("history") and "history" not in used:
         raise FormatError("`history` is only read before an instruction or a prompt that is a text: write it into the messages")
     tools = _tools(record, "tools") or _tools(record, "functions")
-    messages, images = place_images(record, messages)
     if record.get("system"):
         system = {"role": "system", "content": _text(record, "system")}
         if messages[0]["role"] != "system":
@@ -220,9 +215,8 @@ def _conversation(
         weight=weight,
         format=kind,
         message_weights=weights,
-        images=tuple(images),
     )
-    return document, {*used, *BESIDE, *MEDIA_KEYS, *(key for key in KTO if str(record.get(key)).lower() == "true")}
+    return document, {*used, *BESIDE, *(key for key in KTO if str(record.get(key)).lower() == "true")}
 
 
 def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:

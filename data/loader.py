@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.images import with_images
 from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import make_steps
@@ -38,7 +37,7 @@ _WAYS_OUT = {
 
 
 Planner = Callable[..., Plan]
-"""Makes the plan of a step from the lengths of its documents, and from `trees`, `sources` or `images` if there are any."""
+"""Makes the plan of a step from the lengths of its documents, and from `trees` or `sources` if there are any."""
 
 
 class LoaderError(UserError):
@@ -244,9 +243,6 @@ def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: 
     options: dict[str, Any] = {} if merged is None else {"trees": merged.trees}
     if store.source_lengths is not None:
         options["sources"] = [int(store.source_lengths[piece.document]) for piece in pieces]
-    if store.has_images:
-        found = {number: store.image_places(piece.document) for number, piece in enumerate(pieces)}
-        options["images"] = {n: [(place[1], tuple(place[2:5])) for place in places] for n, places in found.items() if places}
     plan = planner(lengths, **options)
     if list(plan.lengths) != lengths:
         raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
@@ -279,7 +275,6 @@ def read_step(
             micro_batches = [pack_with_sources(store, pieces, plan.cross_layout(number, rank), **options) for number in numbers]
         else:
             micro_batches = [pack(store, pieces, plan.layout(number, rank), **options) for number in numbers]
-        micro_batches = with_images(store, pieces, plan, micro_batches) if store.has_images else micro_batches
     else:
         documents = merged.tokens, merged.labels
         micro_batches, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)

@@ -10,8 +10,8 @@ from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
-VERSION, WITH_WEIGHTS, WITH_IMAGES, WITH_SOURCES = 1, 2, 3, 4
-"""Versions of stores without and with weights of tokens, with images, and for encoder-decoders."""
+VERSION, WITH_WEIGHTS, WITH_SOURCES = 1, 2, 3
+"""Versions of stores without and with weights of tokens, and for encoder-decoders."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
@@ -58,7 +58,6 @@ class Manifest:
         left_out: number of conversations of which the chat template does not show a part, by part.
         start_token: token that a decoder reads first, before each target; None: the store is not for encoder-decoders.
         limits: maximum number of documents and of bytes, where reading stopped.
-        images: number of images.
     """
 
     request: str
@@ -102,7 +101,6 @@ class Manifest:
     left_out: dict[str, int] = field(default_factory=dict)
     start_token: int | None = None
     limits: dict[str, int] = field(default_factory=dict)
-    images: int = 0
     checksums: dict[str, str] = field(default_factory=dict)
 
     @property

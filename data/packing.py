@@ -20,7 +20,6 @@ from longctx.planning.layout import CrossLayout, Layout, Span
 from longctx.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from longctx.data.image_shares import ImageShare
     from longctx.data.sampler import Piece
     from longctx.data.store import Store
 
@@ -51,7 +50,6 @@ class MicroBatch:
         weights: float32 `[T]`; factor of the loss of every row, where tokens have weights or sequences were merged; None: 1.
         source: what an encoder-decoder's encoder reads; None for other models. The other fields then describe the target:
             tokens are the start token and target[:-1], labels are the target.
-        images: images of the micro-batch; None if no rank has any.
     """
 
     index: int
@@ -63,7 +61,6 @@ class MicroBatch:
     later_labels: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     source: "EncoderInput | None" = None
     weights: torch.Tensor | None = None
-    images: "ImageShare | None" = None
 
     @property
     def rows(self) -> int:

@@ -6,7 +6,6 @@ and a second call with the same request skips the documents of those parts inste
 content of the source and all settings; if the store at OUT already matches it, nothing is done.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from longctx.data.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
     VERSION,
-    WITH_IMAGES,
     WITH_SOURCES,
     WITH_WEIGHTS,
     Manifest,
@@ -41,7 +39,6 @@ from longctx.data.writer import Part, Progress, write_dataset_files, write_parts
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
-_IMAGE_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)\b", re.IGNORECASE)
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
@@ -141,7 +138,6 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         long_documents=long_documents,
         workers=workers,
         start=request.start,
-        images=request.images,
     )
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
@@ -152,7 +148,7 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
     if pretrained is not None and request.templates is None and conversations and request.start is None:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer)
-    write_dataset_files(folder, tokenizer, parts, fingerprint, request.images is not None, request.start is not None)
+    write_dataset_files(folder, tokenizer, parts, fingerprint, request.start is not None)
     manifest = _manifest(
         folder,
         request.corpus,
@@ -268,9 +264,8 @@ def _manifest(
         if file.is_file() and file.name not in NOTES
     }
     written = {part.file: part.checksums for part in parts}
-    images = sum(part.images for part in parts)
     weighted, sources = any(part.weighted for part in parts), settings["start_token"] is not None
-    version = max(VERSION, WITH_WEIGHTS * weighted, WITH_IMAGES * (images > 0), WITH_SOURCES * sources)
+    version = max(VERSION, WITH_WEIGHTS * weighted, WITH_SOURCES * sources)
     return Manifest(
         **settings,
         source=corpus.source,
@@ -281,7 +276,7 @@ def _manifest(
         longest_length=longest.longest_length,
         empty_documents=counts.empty,
         limits=corpus.limits,
-        not_read=_not_read(corpus, images),
+        not_read=dict(corpus.not_read),
         skipped_files=len(counts.not_text),
         skipped_names=tuple(counts.not_text[:SKIPPED_NAMES]),
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -308,10 +303,4 @@ def _manifest(
         weighted_documents=sum(part.weighted_documents for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
-        images=images,
     )
-
-
-def _not_read(corpus: Corpus, images: int) -> dict[str, int]:
-    """Returns the number of files that are not read, by reason; without those of images, if there are any in records."""
-    return {reason: count for reason, count in corpus.not_read.items() if not (images and _IMAGE_FILES.search(reason))}

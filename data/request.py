@@ -9,8 +9,6 @@ from typing import Any
 
 from longctx.data.chat import TRAIN_ON, ChatError, ChatML
 from longctx.data.corpus import Corpus
-from longctx.data.image_processor import PROCESSORS, ImageTokens
-from longctx.data.image_sources import frames_of
 from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
 from longctx.data.sampler import TRUNCATED
@@ -35,7 +33,6 @@ class StoreRequest:
         vocab_size, chat_template, train_on, max_length: as in `prepare`.
         source: fingerprint of the source.
         settings: settings in the fingerprints of request and store.
-        images: writes the tokens of images; None if the source has no images.
     """
 
     corpus: Corpus
@@ -50,7 +47,6 @@ class StoreRequest:
     max_length: int | None
     source: str
     settings: Mapping[str, Any]
-    images: ImageTokens | None = None
 
     @property
     def start(self) -> int | None:
@@ -98,10 +94,8 @@ class StoreRequest:
         if pretrained is not None and templates is not None:
             settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
             markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
-            in_parts = pretrained.processor in PROCESSORS
-            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on, empty_thoughts, in_parts)
-        images, of_images = _images_of(corpus, tokenizer, pretrained, template)
-        settings |= of_images
+            options = train_on, empty_thoughts, pretrained.reads_images
+            template = Template(templates, pretrained.variables, markup, pretrained.ends, *options)
         return cls(
             corpus,
             tokenizer,
@@ -115,7 +109,6 @@ class StoreRequest:
             max_length,
             corpus.fingerprint(),
             settings,
-            images,
         )
 
     @property
@@ -148,30 +141,6 @@ class StoreRequest:
 
 def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _images_of(
-    corpus: Corpus, name: str, pretrained: Pretrained | None, template: Template | None
-) -> tuple[ImageTokens | None, dict[str, str]]:
-    """Returns what writes the tokens of images, and a setting with a hash of their files, which are not among the source's.
-
-    None and no setting if the source has no images. Raises UserError if it has some, and the tokenizer `name` reads none.
-    """
-    if pretrained is None or pretrained.processor is None:
-        return None, {}  # the encoder refuses images, with the name of the record
-    found = None
-    for document in corpus.documents():
-        if document.images and (pretrained.processor not in PROCESSORS or template is None):
-            raise ChatError(
-                f"{document.name} has images, but {name} has {pretrained.processor}: images need one of "
-                f"{', '.join(PROCESSORS)}, and its chat template"
-            )
-        for image in frames_of(document.images):
-            found = found or hashlib.sha256()
-            found.update(b"" if isinstance(image, bytes) else hashlib.sha256(image.read_bytes()).digest())
-    if found is None:
-        return None, {}
-    return ImageTokens(pretrained.folder, pretrained.processor, pretrained.loaded), {"images": found.hexdigest()}
 
 
 def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Pretrained | None]:

@@ -201,4 +201,4 @@ def test_what_is_not_exact_is_refused(name: str) -> None:
     settings = [*SMALL, *REFUSED[name]]
     with pytest.raises(ConfigError, match=rf"data\.merge_prefixes = true\n.*not possible where .*{name}") as refused:
         load(None, [*settings, MERGED], world_size=1)
-    assert "omit it" in str(refused.value), "no way out"
+    assert "set it to false" in str(refused.value), "no way out"

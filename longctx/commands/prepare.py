@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow, "
         "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or "
-        "python-stdlib, the source of this Python's standard library. Records may be messages, also with images or videos, "
+        "python-stdlib, the source of this Python's standard library. Records may be messages, "
         "ShareGPT conversations, prompt and completion, instruction and output, source and target, text, "
         "or token ids (with a --tokenizer); the format is detected by the keys",
     )
@@ -217,8 +217,6 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     """Yields lines on formats, templates, weights and left-out documents, where the store has them."""
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
-    if manifest.images:
-        yield f"  images     {manifest.images:,}"
     if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}

@@ -1,6 +1,5 @@
 """Output of `longctx prepare`: a histogram of document lengths, and three examples with the tokens with loss in colour."""
 
-import re
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -18,7 +17,6 @@ SHOWN_TOKENS = 120  # at either end of an example
 WITH_LOSS = "bold green"
 BRACKETS = "⟦", "⟧"  # around text with loss where colour is not supported
 BAR = 40
-_EQUAL = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> str:
@@ -72,8 +70,4 @@ def _pieces(store: "Store", document: int, start: int, stop: int) -> Sequence[tu
     if (own := store.token_weights(document, start, stop)) is not None:
         with_loss *= own
     runs = groupby(zip(with_loss.tolist(), tokens[start - before :].tolist(), strict=True), key=lambda pair: pair[0])
-    decoded = [(kind, store.tokenizer.decode(token for _, token in run)) for kind, run in runs]
-    if not store.has_images:
-        return decoded
-    # An image is hundreds of equal tokens.
-    return [(kind, _EQUAL.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])} ", text)) for kind, text in decoded]
+    return [(kind, store.tokenizer.decode(token for _, token in run)) for kind, run in runs]

@@ -115,8 +115,8 @@ class LoraSection(Section):
     """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
-    layer but the output head (experts stored as one parameter are not linear layers: see target_parameters); of a model with
-    images those of its language model, others by their part, such as [all-linear, visual.qkv] or [vision_tower.all-linear]"""
+    layer but the output head (experts stored as one parameter are not linear layers: see target_parameters); of a model that
+    reads images those of its language model"""
     target_parameters: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
     """experts stored as one parameter that get adapters too, by the last parts of their names, such as
     [experts.gate_up_proj, experts.down_proj] (null: none); with target_modules [] they alone"""

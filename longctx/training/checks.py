@@ -3,22 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from longctx.config import Config
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
-from longctx.data.image_sources import ImagePlace
-from longctx.data.images import cut_error
 from longctx.data.manifest import TOKENIZER
 from longctx.data.new_tokens import added_tokens, without_added
 from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
-from longctx.model.source import UNSPLIT, ModelSource
-from longctx.model.vision import VISION_FAMILIES
+from longctx.model.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
 from longctx.tokenizer_files import start_token
@@ -40,33 +36,6 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
             f"parallel.tensor_parallel_size is {ranks}, but with {share} of {entries} vocabulary entries per rank the last "
             f"rank has none: set it to {next(fewer)}, or model.vocab_size to {ranks * share}"
         )
-
-
-def check_images(config: Config, store: Store, source: ModelSource, max_length: int) -> None:
-    """Raises UserError if a store has images, and the model cannot read them, or a document with some would be cut."""
-    documents = np.flatnonzero(store.image_tokens)
-    if not len(documents):
-        return
-    files = source.files
-    if files is None or not source.spec.tower_parameters:
-        what = "new weights" if files is None else f"{files.config.model_type}; {source.said}"
-        raise UserError(
-            f"{store.said} has images, but the model is {what}: set model.from_pretrained to a checkpoint of "
-            f"{', '.join(VISION_FAMILIES)}, and {UNSPLIT}"
-        )
-    if config.data.merge_prefixes:
-        raise UserError(f"{store.said} has images, whose documents are not merged: set data.merge_prefixes to false")
-    first, place = int(documents[0]), ImagePlace.of(store.image_places(int(documents[0]))[0], 0)
-    token = int(store.tokens(first, place.start, place.start + 1)[0][0])
-    expected = files.config.video_token_id if place.fps else files.config.image_token_id
-    if token != expected:
-        raise UserError(
-            f"images of {store.said} are tokens {token}, but {expected} in {files.folder}: prepare it with --tokenizer "
-            f"{shell(files.folder)}"
-        )
-    longest = int(documents[store.lengths[documents].argmax()])
-    if store.lengths[longest] > max_length and config.data.long_documents != "drop":
-        raise cut_error(store, longest, max_length)
 
 
 def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
@@ -117,8 +86,6 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
     check_sources({"data.store": data.store, "eval.store": data.validation}, source)
     _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
-    for store in filter(None, (data.store, data.validation)):
-        check_images(config, store, source, config.max_length(ranks))
 
 
 def check_groups(config: Config, source: ModelSource) -> None:

@@ -17,9 +17,6 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
-from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.cost.tower import TowerSpeed
-from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
@@ -147,16 +144,7 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
         max_remote_tokens=context.max_remote_tokens,
         pipeline=config.pipeline,
         parts=spec.parts,
-        tower=tower_speed(spec, config.dtype, config.train.recompute, profile),
     )
-
-
-def tower_speed(spec: ModelSpec, dtype: str, recompute: str, profile: HardwareProfile) -> TowerSpeed | None:
-    """Returns the encoder of images, as fast per operation as the matrices of the model; None if it has none."""
-    if spec.tower is None:
-        return None
-    operations = 6 * work_of(spec, dtype, recompute=recompute).computed
-    return TowerSpeed(spec.tower, spec.tower_backward, profile.linear_s_per_token / operations)
 
 
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:

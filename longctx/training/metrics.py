@@ -17,7 +17,6 @@ from longctx.config.settings import WandbSetting
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.image_work import NO_IMAGES, ImageWorks
 from longctx.planning.tree import NO_TREES, Trees
 from longctx.step_log import LOG, read_log
 from longctx.training.health import Spikes
@@ -228,17 +227,16 @@ def model_flops(
     lengths: Sequence[int],
     trees: Trees = NO_TREES,
     sources: Sequence[int] = (),
-    images: ImageWorks = NO_IMAGES,
 ) -> int:
     """Returns the FLOPs of forward and backward over documents of these lengths.
 
-    Some may be `trees`, or have `images`, or all are pairs, whose sources have `sources` tokens.
+    Some may be `trees`, or all are pairs, whose sources have `sources` tokens.
     `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights; and the scans of linear
     attention as in long documents that are not split. Recomputation and padding are not counted.
     """
-    beside = sum(image.flops for works in images.values() for image in works) + round(spec.scan_flops * sum(lengths))
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + beside
+    scans = round(spec.scan_flops * sum(lengths))
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + scans
 
 
 def gpu_kind(device_name: str) -> str | None:

@@ -21,7 +21,6 @@ from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
-from longctx.training.images import blocks_of, images_of
 from longctx.training.objectives.balance import Balance
 from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, rows_with_labels
 from longctx.training.objectives.multi_token import MultiTokenLoss
@@ -132,10 +131,10 @@ class Passes:
         with record_function(inputs.name):
             arguments = inputs.tokens, inputs.positions, used, inputs.head, inputs.documents
             loss: torch.Tensor = self.model(*arguments, **inputs.optional)
-            if not loss.requires_grad:  # so on all ranks: with images, the encoder would have gradients
+            if not loss.requires_grad:
                 raise UserError(
-                    f"{inputs.name} has no images, and train.freeze leaves only the encoder of images to be trained: remove "
-                    "documents without images, or train a part of the language model"
+                    "train.freeze leaves only the encoder of images to be trained, which reads no document: train a part of "
+                    "the language model"
                 )
             loss.backward()
         return loss.detach()
@@ -164,10 +163,10 @@ class Passes:
             rows=None if rows is None else copy_to(rows, device),
             compiled=self.config.compiles(device.type, self.model.spec),
         )
-        tokens, (images, positions) = copy_to(micro_batch.tokens, device), images_of(micro_batch, self.model, self.mesh)
+        tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
         later = self.multi_token.later(micro_batch, head, weights.divisor, device)
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later, images)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later)
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         if (source := micro_batch.source) is not None:
@@ -179,6 +178,4 @@ class Passes:
 
             return SourceAttention.of(of_role, copy_to(source.tokens, device), copy_to(source.positions, device))
         plan, layout = batch.plan, micro_batch.layout
-        blocks = blocks_of(micro_batch, getattr(self.model, "hf", None))
-        make = make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock, blocks=blocks)
-        return self.model.attention(make)
+        return self.model.attention(make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock))
