@@ -130,7 +130,6 @@ RECIPES = (
     Recipe("An 8B from new weights at 128k on 64 H100s", "pretrain-8b-128k", 64),
     Recipe("Llama 3.1 70B at 128k on 64 H100s", "llama-70b-128k", 64),
     Recipe("Qwen3 30B-A3B at 64k on 16 H100s", "qwen3-30b-a3b-64k", 16),
-    Recipe("GRPO of Qwen3 8B with 32k completions on 8 H100s", "grpo-8b-32k", 8),
     Recipe("A hybrid of linear and full attention, 80B-A3B, at 128k on 64 H100s", "hybrid-80b-128k", 64),
 )
 

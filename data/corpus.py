@@ -21,12 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from longctx.data.chat import ChatError
-from longctx.data.formats import BAD_ANSWERS, PAIRS, Document, columns_of, parse_record
+from longctx.data.formats import Document, columns_of, parse_record
 from longctx.data.hub import HubDataset, may_be_name
-from longctx.data.image_sources import located_all
 from longctx.data.messages import FormatError
 from longctx.data.readers import (
-    BYTE_ORDER_MARK,
     MEGATRON,
     READERS,
     Columns,
@@ -35,8 +33,6 @@ from longctx.data.readers import (
     Record,
     ending_of,
     read_dataset,
-    read_jsonl,
-    read_parquet,
     read_rows,
     read_text,
 )
@@ -69,22 +65,16 @@ class SourceCounts:
     Attributes:
         not_text: names of skipped files, which are not UTF-8 text.
         empty: number of empty documents, which are left out.
-        useless_pairs: number of pairs without a preference, which are left out.
         formats: number of documents of each format.
-        bad: number of answers that their records mark as bad, which are left out or trained on.
         untrained: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
-        read_anew: whether earlier versions may have read a record differently.
     """
 
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
-    useless_pairs: int = 0
     formats: dict[str, int] = field(default_factory=dict)
-    bad: int = 0
     untrained: int = 0
     unused: dict[str, int] = field(default_factory=dict)
-    read_anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,10 +88,9 @@ class Corpus:
         files: every file that is read, sorted by name.
         not_read: number of other files by reason.
         as_text: read every file as one text, whatever its ending.
-        max_documents: stop after this number of documents; a pair counts as one. None: read all.
+        max_documents: stop after this number of documents; None: read all.
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
         hub: the data set on the hub.
-        bad_answers: what happens to answers that their records mark as bad: error, drop or train.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
     """
 
@@ -115,7 +104,6 @@ class Corpus:
     max_documents: int | None = None
     max_bytes: int | None = None
     hub: HubDataset | None = None
-    bad_answers: str = "error"
 
     @property
     def limits(self) -> dict[str, int]:
@@ -130,65 +118,45 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 (hex) of the names and contents of all files, the same on every machine."""
-        column = {None: "text", "text": "text, and nothing else"}.get(self.text_column, self.text_column)
-        digest = hashlib.sha256(f"{self.kind}\n{column}\n".encode())
+        digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n".encode())
         if self.limits or self.hub:
             digest.update(f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode())
-        if self.bad_answers != "error":
-            digest.update(f"bad answers: {self.bad_answers}\n".encode())
         for file in self.files:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
-                stream.seek(0)
-                marked = stream.read(3) == BYTE_ORDER_MARK
-            reader, earlier = self._reader(file), {".jsonl": read_jsonl, ".parquet": read_parquet}.get(file.suffix)
-            # Earlier versions read all other files as one text, with the byte order mark.
-            changed = reader is not earlier or (marked and reader is None)
-            note = f"{'text' if reader is None else 'records'}, read anew\n" if changed else ""
-            digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n{note}".encode())
+            kind = "text" if self._reader(file) is None else "records"
+            digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n{kind}\n".encode())
         return digest.hexdigest()
 
     def documents(self, counts: SourceCounts | None = None) -> Iterator[Document]:
         """Yields all documents with at least one character, always in the same order, and adds to `counts`.
 
-        Raises CorpusError naming file and line or row of the first malformed record, or the first document of another format
-        if the source has preference pairs.
+        Raises CorpusError naming file and line or row of the first malformed record.
         """
         counts = counts if counts is not None else SourceCounts()
         taken = size = 0
-        for documents in self._records(counts):
-            counts.useless_pairs += not documents
-            counts.bad += (is_bad := any(document.is_bad for document in documents))
-            if is_bad and self.bad_answers == "drop":
+        for document in self._records(counts):
+            for key in document.unused:
+                counts.unused[key] = counts.unused.get(key, 0) + 1
+            if document.is_empty or not document.has_loss:
+                counts.empty += document.is_empty
+                counts.untrained += not document.is_empty
                 continue
-            for document in documents:
-                counts.read_anew |= document.read_anew
-                for key in document.unused:
-                    counts.unused[key] = counts.unused.get(key, 0) + 1
-                if document.is_empty or not document.has_loss:
-                    counts.empty += document.is_empty
-                    counts.untrained += not (document.is_empty or document.has_loss)
-                    continue
-                counts.formats[document.format] = counts.formats.get(document.format, 0) + 1
-                if PAIRS in counts.formats and len(counts.formats) > 1:
-                    raise CorpusError(
-                        f"{document.name} has format {document.format}, but the source has {' and '.join(counts.formats)}: "
-                        "preference pairs need another loss and cannot be mixed with other formats; prepare them separately"
-                    )
-                yield document
-                size += document.bytes if self.max_bytes is not None else 0
-            taken += any(not document.is_empty and document.has_loss for document in documents)
+            counts.formats[document.format] = counts.formats.get(document.format, 0) + 1
+            yield document
+            size += document.bytes if self.max_bytes is not None else 0
+            taken += 1
             if taken == self.max_documents or (self.max_bytes is not None and size >= self.max_bytes):
                 return
 
-    def _records(self, counts: SourceCounts) -> Iterator[list[Document]]:
-        """Yields the documents of every record; an empty list for a pair without a preference."""
+    def _records(self, counts: SourceCounts) -> Iterator[Document]:
+        """Yields the document of every record."""
         columns = partial(columns_of, text_column=self.text_column)
         for record in self.records(columns):
             if isinstance(record, Record):
-                yield self._documents(record)
+                yield self._document(record)
             elif (text := read_text(record)) is not None:
-                yield [Document(self._name(record), record.stat().st_size, text)]
+                yield Document(self._name(record), record.stat().st_size, text)
             else:
                 counts.not_text.append(self._name(record))
 
@@ -205,13 +173,9 @@ class Corpus:
             reader = self._reader(file)
             yield from [file] if reader is None else reader(file, self._name(file), columns)
 
-    def _documents(self, record: Record) -> list[Document]:
+    def _document(self, record: Record) -> Document:
         try:
-            documents = parse_record(record.values, record.name, record.source_bytes, self.text_column, self.bad_answers)
-            if not any(document.images for document in documents):
-                return documents
-            folders = [] if self.hub is not None else [self.root / Path(record.name).parent, self.root]
-            return [replace(each, images=tuple(located_all(each.images, folders))) for each in documents]
+            return parse_record(record.values, record.name, record.source_bytes, self.text_column)
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
 
@@ -234,29 +198,26 @@ def open_corpus(
     revision: str | None = None,
     max_documents: int | None = None,
     max_bytes: int | None = None,
-    bad_answers: str = "error",
 ) -> Corpus:
     """Finds the files of a source, or a data set on the hub, if there is no file of that name.
 
     `split` is the split to read, where files or a dataset have several; None: train. `as_text` reads every file as one text.
     `subset` and `revision` are those of a data set on the hub. With `max_documents` or `max_bytes`, reading stops there, and
-    a data set of the hub is streamed. `bad_answers` are answers that their records mark as bad: error, drop or train.
+    a data set of the hub is streamed.
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
     for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
             raise CorpusError(f"{name} is {limit}: it must be at least 1")
-    if bad_answers not in BAD_ANSWERS:
-        raise CorpusError(f"bad_answers is {bad_answers!r}: it must be one of {', '.join(BAD_ANSWERS)}")
     if source != STANDARD_LIBRARY and may_be_name(source) and not Path(source).exists():
         if as_text:
             raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")
         hub = HubDataset.look_up(source, subset, split or "train", revision)
-        return Corpus(source, "hub", Path(), (), text_column, {}, False, max_documents, max_bytes, hub, bad_answers)
+        return Corpus(source, "hub", Path(), (), text_column, {}, False, max_documents, max_bytes, hub)
     if subset is not None or revision is not None:
         raise CorpusError(f"{source!r} is no OWNER/NAME of the hub: omit --subset and --revision")
     corpus = _local(source, text_column, split, as_text)
-    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes, bad_answers=bad_answers)
+    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes)
 
 
 def _local(source: str, text_column: str | None, split: str | None, as_text: bool) -> Corpus:

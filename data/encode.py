@@ -1,16 +1,14 @@
 """Encode: documents → tokens and masks of targets. All texts of a batch are tokenized in one call, by several threads."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
-from longctx.data.formats import PAIRS, Document
-from longctx.data.image_processor import ImageError, ImageTokens
-from longctx.data.image_sources import ImagePlace
+from longctx.data.formats import Document
 from longctx.data.left_out import left_out
 from longctx.data.markup import Marked, Markup
 from longctx.data.messages import leaves
@@ -34,7 +32,6 @@ class EncodedDocument(NamedTuple):
         too_long: whether it is dropped, as it is too long, or has no target when cut; `truncated`: whether it is cut.
         source: number of tokens that an encoder reads, of documents for encoder-decoders.
         thoughts: number of turns that the template begins with an empty thought, which is not trained on.
-        images: places of the images.
     """
 
     document: Document
@@ -49,7 +46,6 @@ class EncodedDocument(NamedTuple):
     too_long: bool = False
     truncated: bool = False
     source: int = 0
-    images: Sequence[ImagePlace] = ()
 
 
 @dataclass
@@ -65,7 +61,6 @@ class Encoder:
         long_documents: what happens to longer ones: error, drop, truncate_left (keeps the end) or truncate_right.
         workers: number of threads; None: one per core.
         start: token that the decoder of an encoder-decoder reads first; None: the store is for other models.
-        images: writes the tokens of images; None if there are none.
     """
 
     tokenizer: Tokenizer
@@ -77,23 +72,10 @@ class Encoder:
     long_documents: str = "error"
     workers: int | None = None
     start: int | None = None
-    images: ImageTokens | None = None
 
     def __post_init__(self) -> None:
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
-
-    def decoded(self, documents: list[Document]) -> list[Document]:
-        """Returns documents with the frames of videos that are in files. Raises ChatError."""
-        if self.images is None:
-            return documents
-        found = []
-        for document in documents:
-            try:
-                found.append(replace(document, images=self.images.decoded(document.images)))
-            except (ChatError, ImageError) as error:
-                raise ChatError(f"{document.name}: {error}") from error
-        return found
 
     def render(self, documents: Sequence[Document]) -> list[Rendered]:
         """Renders the conversations of a batch with the checkpoint's template; returns [] without a template.
@@ -106,24 +88,15 @@ class Encoder:
             try:
                 options = document.first_trained, document.message_weights
                 rendered.append(self.template.render(document.messages, document.tools, *options))
-                if self.images is not None:
-                    rendered[-1] = self.images.written(rendered[-1], document.images)
-            except (ChatError, ImageError) as error:
+            except ChatError as error:
                 raise ChatError(f"{document.name}: {error}") from error
         return rendered
 
     def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[EncodedDocument], int]:
         """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
-        The two documents of a preference pair must be adjacent in the batch; if one is too long, both are dropped.
         Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for ids out of range.
         """
-        in_pairs = documents[0].format == PAIRS
-        if in_pairs and self.train_on == "all":
-            raise ChatError(
-                f"{documents[0].name} belongs to a preference pair: --train-on all would train on the prompt, which both "
-                "completions share; use assistant or last"
-            )
         rendered = iter(self._marked(conversations))
         encoded = iter(
             self.tokenizer.encode_batch(
@@ -135,8 +108,6 @@ class Encoder:
         for document in documents:
             if self.start is not None:
                 self._check_pair(document)
-            if document.images and self.images is None:
-                raise ChatError(f"{document.name} has images: give --tokenizer the folder of a checkpoint that reads images")
             if document.ids is not None:
                 row = self._with_ids(document, document.ids)
             elif self._has_template(document):
@@ -145,16 +116,10 @@ class Encoder:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
             if self.start is not None:
                 row = self._with_start(row)
-            if self.images is not None:
-                self.images.check(row.tokens, row.images, document.name)
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
-        rows = [self._cut(row) for row in rows]
-        fits = [not row.too_long for row in rows]
-        if in_pairs:
-            fits = [fits[place] and fits[place ^ 1] for place in range(len(fits))]
-        kept = [row for row, fit in zip(rows, fits, strict=True) if fit]
+        kept = [row for row in map(self._cut, rows) if not row.too_long]
         return kept, len(rows) - len(kept)
 
     def _cut(self, row: EncodedDocument) -> EncodedDocument:
@@ -164,10 +129,8 @@ class Encoder:
             return row
         if self.long_documents == "drop":
             return row._replace(too_long=True)
-        of_pair = row.document.format == PAIRS
-        uncut = "images" if row.images else "a source" if row.source else "the prompt of a pair" if of_pair else ""
-        if uncut or self.long_documents not in TRUNCATED:
-            ways = f"drop ({uncut} cannot be cut)" if uncut else "drop, truncate_left (keeps the end) or truncate_right"
+        if row.source or self.long_documents not in TRUNCATED:
+            ways = "drop (a source cannot be cut)" if row.source else "drop, truncate_left (keeps the end) or truncate_right"
             raise ChatError(
                 f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: give --long-documents "
                 f"{ways}, or raise --max-length"
@@ -180,7 +143,7 @@ class Encoder:
     def _check_pair(self, document: Document) -> None:
         """Raises ChatError unless a document has a source and a target, for an encoder-decoder."""
         roles = [message["role"] for message in document.messages]
-        if document.format == PAIRS or not roles or roles[-1] != "assistant":
+        if not roles or roles[-1] != "assistant":
             raise ChatError(
                 f"{document.name} is of format {document.format}, but an encoder-decoder learns pairs: give records with "
                 "`source` and `target`, `document` and `summary`, `prompt` and `completion`, or conversations that end with an "
@@ -217,21 +180,16 @@ class Encoder:
         end = self._end[: rendered.unended]
         last = rendered.weights[-1] if rendered.weights else 1.0
         tokens, trained = np.append(marked.tokens, end), token_weights(np.append(marked.trained, [last] * len(end)))
-        places: Sequence[ImagePlace] = ()
-        if self.images is not None and rendered.images:
-            places = self.images.places(tokens, rendered.images)
-            trained = trained if rendered.spans is not None else ~self.images.among(tokens)
         return EncodedDocument(
             document,
             tokens,
-            None if rendered.spans is None and not places else trained,
+            None if rendered.spans is None else trained,
             marked.characters,
             marked.lost,
             any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
             marked.straddling,
             rendered.left_out,
             rendered.thoughts,
-            images=places,
         )
 
     def _with_ids(self, document: Document, ids: Ids) -> EncodedDocument:

@@ -2,9 +2,6 @@
 
 A record has the first of these formats that its keys allow (keys whose value is null are ignored):
 
-    chosen-rejected     a preference pair, `chosen` and `rejected`: completions (texts or messages) of a `prompt` (text or
-                        messages), or whole conversations whose common first messages are the prompt; only the completions
-                        are trained on
     messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
     conversations       ShareGPT: [{"from": "human", "value": ..}, ..], with an optional `system`
     prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is trained on;
@@ -15,32 +12,24 @@ A record has the first of these formats that its keys allow (keys whose value is
 
 A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
-prompt, which may be called `query`. A rejected answer beside a conversation makes a preference pair, whose chosen answer is
-the last message; `rejected_messages` are a whole conversation. Conversations may have images (see `image_sources`). A message
-whose `weight`, `train`, `training` or `loss` is 0 or false has no loss; any other `weight` multiplies it. Keys with a known
-meaning are obeyed or refused; `Document.unused` names the others, except those of messages, which a template may print (see
-`longctx.data.left_out`).
+prompt, which may be called `query`. A message whose `weight`, `train`, `training` or `loss` is 0 or false has no loss; any
+other `weight` multiplies it. Keys with a known meaning are obeyed or refused; `Document.unused` names the others, except those
+of messages, which a template may print (see `longctx.data.left_out`).
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.image_sources import MEDIA_KEYS, frames_of, place_images
-from longctx.data.messages import FormatError, json_in, leaves, parse_messages, sharegpt
+from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, parse_messages, sharegpt
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.weights import TokenWeights, is_weight
 
-PAIRS = "chosen-rejected"
-"""Format of preference pairs: a record yields two documents, one after the other."""
 TOKEN_IDS = "token-ids"
 WITHOUT_TEMPLATE = {"text", TOKEN_IDS}
 """Formats that no chat template prints; the others are conversations."""
-SIDES = ("chosen", "rejected")
 FORMATS = {
-    PAIRS: (SIDES,),
     "messages": (("messages",),),
     "conversations": (("conversations",),),
     "prompt-completion": (("prompt", "completion"), ("prompt", "response")),
@@ -52,11 +41,13 @@ OTHER_NAMES = (("source", "target"), ("document", "summary"))
 _REQUIRED = {key for groups in FORMATS.values() for group in groups for key in group}
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""
+PREFERENCE = f"makes a preference pair: train it inside TRL's DPOTrainer, {BY_ONE_CALL}"
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
-"""Keys of a rejected answer beside a conversation; the last one is a whole conversation."""
+"""Keys of a rejected answer beside a conversation."""
 _EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
 UNSUPPORTED = {
-    **dict.fromkeys(("audio", "audios"), "only text, images and videos are supported: remove the record"),
+    **dict.fromkeys(("audio", "audios"), "only text is: remove the record"),
+    **dict.fromkeys(("image", "images", "video", "videos"), WITH_IMAGES),
     **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
     "documents": "write the documents into a message",
     "chat_template_kwargs": "use --template-set, which applies to all conversations",
@@ -67,13 +58,9 @@ KTO = ("label", "kto_tag")
 RATINGS = ("rating", "feedback")
 """Keys that mark an answer as bad by a word, false or -1; their numbers are of unknown scales."""
 BAD = ("false", "-1", "no", "bad", "negative", "rejected", "undesirable", "dislike", "thumbs_down", "👎")
-BAD_ANSWERS = ("error", "drop", "train")
-"""What may happen to an answer that its record marks as bad."""
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys of a message that say whether it has a loss."""
 UNCLEAR_LOSS_KEYS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
-READING = 2
-"""Version of how records are read; conversations without tool calls and keys with a new meaning are read as in version 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +76,7 @@ class Document:
         weight: weight of each of its tokens in the loss.
         message_weights: weights of messages, by index; 0: it must not be trained on. All others have 1.
         unused: keys of the record that are not used.
-        read_anew: whether earlier versions of longctx may have read the record differently.
-        is_bad: whether its record marks it as a bad answer.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
-        images: images and videos of a conversation, in whose messages `IMAGE` or `VIDEO` stands for each; see `image_sources`.
     """
 
     name: str
@@ -104,18 +88,14 @@ class Document:
     weight: float = 1.0
     format: str = "text"
     message_weights: Mapping[int, float] = field(default_factory=dict)
-    read_anew: bool = False
     unused: tuple[str, ...] = ()
-    is_bad: bool = False
     ids: Ids | None = None
     learned: TokenWeights | None = None
-    images: tuple[Any, ...] = ()
 
     @property
     def size(self) -> int:
-        """Number of characters and bytes of images, or of token ids."""
-        images = sum(len(image) if isinstance(image, bytes) else image.stat().st_size for image in frames_of(self.images))
-        return sum(map(len, self.texts)) + images if self.ids is None else len(self.ids)
+        """Number of characters, or of token ids."""
+        return sum(map(len, self.texts)) if self.ids is None else len(self.ids)
 
     @property
     def bytes(self) -> int:
@@ -147,7 +127,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS, *MEDIA_KEYS}
+    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -162,13 +142,10 @@ def _usual(key: str, keys: Collection[str]) -> str:
     return "prompt" if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys) else key
 
 
-def parse_record(
-    record: dict[str, Any], name: str, source_bytes: float, text_column: str | None, bad_answers: str = "error"
-) -> list[Document]:
-    """Returns the documents of a record; `text_column` is the key of the text, if given. `bad_answers`: see `BAD_ANSWERS`.
+def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> Document:
+    """Returns the document of a record; `text_column` is the key of the text, if given.
 
-    That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
-    equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
+    Raises FormatError or ChatError naming the key and the rule.
     """
     if text_column not in record:
         record = {_usual(key, record): value for key, value in record.items()}
@@ -180,91 +157,66 @@ def parse_record(
         text = record[column]
         if not isinstance(text, str):
             raise FormatError(f"{column!r} is of type {type(text).__name__}: it must be text")
-        documents, used = [Document(name, source_bytes, text, weight=weight)], {column, "weight"}
+        document, used = Document(name, source_bytes, text, weight=weight), {column, "weight"}
     elif kind == TOKEN_IDS:
         ids, learned, used = token_ids(record)
         used |= {"weight"}
-        documents = [Document(name, source_bytes, None, weight=weight, format=kind, ids=ids, learned=learned)]
+        document = Document(name, source_bytes, None, weight=weight, format=kind, ids=ids, learned=learned)
     else:
-        documents, used = _conversations(record, kind, name, source_bytes, weight, bad_answers)
-    if unused := tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {})):
-        documents[:1] = [replace(document, unused=unused) for document in documents[:1]]
-    for part in leaves([[document.text, document.messages, document.tools] for document in documents]):
+        document, used = _conversation(record, kind, name, source_bytes, weight)
+    unused = tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {}))
+    for part in leaves([document.text, document.messages, document.tools]):
         try:
             part.encode("utf-8")
         except UnicodeEncodeError as error:
             raise FormatError(f"unpaired surrogate \\u{ord(part[error.start]):x}: this is not valid text") from error
-    return documents
+    return replace(document, unused=unused)
 
 
-def _conversations(
-    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float, bad_answers: str
-) -> tuple[list[Document], set[str]]:
-    """Returns the conversation, or two of a preference pair, and the keys used."""
+def _refuse_marks(record: Mapping[str, Any]) -> None:
+    """Raises FormatError for a rejected answer beside a conversation, and for marks of bad answers."""
+    for key in filter(record.get, REJECTED):
+        raise FormatError(f"`{key}` {PREFERENCE}")
+    for key in (*KTO, *RATINGS):
+        mark = str(record.get(key)).lower().removesuffix(".0")
+        if mark in BAD or (key in KTO and mark in ("0", "1")):
+            raise FormatError(
+                f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record or the key, or train with it "
+                f"inside TRL's KTOTrainer, {BY_ONE_CALL}"
+            )
+
+
+def _conversation(
+    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float
+) -> tuple[Document, set[str]]:
+    """Returns the conversation of a record, and the keys used."""
     for key, way_out in UNSUPPORTED.items():
         if record.get(key):
             raise FormatError(f"`{key}` is not supported: {way_out}")
-    read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
-    is_bad = False
-    if kind == PAIRS:
-        asked = next((key for key in ("prompt", "messages", "conversations", "instruction") if record.get(key)), "prompt")
-        prompt = _instruction(record) if asked == "instruction" else record.get(asked)
-        used, sides = {*SIDES, asked, *["input"] * (asked == "instruction")}, _pair({**record, "prompt": prompt})
-    else:
-        messages, first, used = _conversation(record, kind)
-        sides = [(messages, first)]
-        marks = {key: good for key in (*KTO, *RATINGS) if (good := _is_good(record, key, bad_answers)) is not None}
-        is_bad, used = not all(marks.values()), used | marks.keys()
-        for key in filter(record.get, REJECTED):
-            whole = {"chosen": messages, "rejected": record[key]}
-            answer = {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]}
-            sides = _pair(whole if key == "rejected_messages" else answer)
-            kind, read_anew, used = PAIRS, True, used | {key}
-            break
+    _refuse_marks(record)
+    messages, first, used = _turns(record, kind)
     if record.get("history") and "history" not in used:
         raise FormatError("`history` is only read before an instruction or a prompt that is a text: write it into the messages")
     tools = _tools(record, "tools") or _tools(record, "functions")
-    documents: list[Document] = []
-    for side, (messages, first) in zip(SIDES, sides, strict=False):
-        messages, images = place_images(record, messages)
-        if images and kind == PAIRS:
-            raise FormatError("preference pairs with images are not supported: remove the record")
-        if record.get("system"):
-            system = {"role": "system", "content": _text(record, "system")}
-            if messages[0]["role"] != "system":
-                messages, first = [system, *messages], first and first + 1
-            elif messages[0].get("content") != system["content"]:
-                raise FormatError("`system` differs from the system message at the start: remove one of the two")
-        messages, weights = _loss(messages)
-        document_name, share = (f"{name}#{side}", source_bytes / 2) if kind == PAIRS else (name, source_bytes)
-        anew = read_anew or bool(weights)
-        for message in messages:
-            if message.keys() - {"role", "content"}:
-                anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
-        rest = first, weight, kind, weights, anew, (), is_bad
-        documents.append(Document(document_name, share, None, tuple(messages), tools, *rest, images=tuple(images)))
-        if kind == PAIRS and not documents[-1].has_loss:
-            raise FormatError(f"the {side} answer has no loss, which its messages switch off: remove the record")
-        if kind == PAIRS and (weighted := [each for each in weights.items() if each[1]]):
-            index, own = weighted[0]
-            raise FormatError(
-                f"message {index} of the {side} answer has `weight` {own}: the probabilities of whole answers are compared, so "
-                "messages of pairs weigh 0 or 1; give the record a `weight` instead"
-            )
-    return documents, {*used, *BESIDE, *MEDIA_KEYS}
-
-
-def _is_good(record: dict[str, Any], key: str, bad_answers: str) -> bool | None:
-    """Returns whether a key marks the answer as good; None if it says nothing. Under `error`, raises FormatError if not."""
-    mark = str(record.get(key)).lower().removesuffix(".0")
-    if mark not in BAD and (key not in KTO or mark not in ("true", "0", "1")):
-        return None
-    if bad_answers == "error" and mark != "true":
-        raise FormatError(
-            f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, or give --bad-answers drop to leave "
-            f"out bad ones, or train to learn them like good ones{' (0 is bad then, and 1 good)' * (mark in '01')}"
-        )
-    return mark in ("true", "1")
+    if record.get("system"):
+        system = {"role": "system", "content": _text(record, "system")}
+        if messages[0]["role"] != "system":
+            messages, first = [system, *messages], first and first + 1
+        elif messages[0].get("content") != system["content"]:
+            raise FormatError("`system` differs from the system message at the start: remove one of the two")
+    messages, weights = _loss(messages)
+    document = Document(
+        name,
+        source_bytes,
+        None,
+        tuple(messages),
+        tools,
+        first_trained=first,
+        weight=weight,
+        format=kind,
+        message_weights=weights,
+    )
+    return document, {*used, *BESIDE, *(key for key in KTO if str(record.get(key)).lower() == "true")}
 
 
 def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:
@@ -289,6 +241,8 @@ def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:
 def _detect(present: Collection[str], names: Collection[str], text_column: str | None) -> str:
     if text_column in names:
         return "text"
+    if {"chosen", "rejected"} <= set(present):
+        raise FormatError(f"`rejected` beside `chosen` {PREFERENCE}")
     for kind, groups in FORMATS.items():
         if any(set(group) <= set(present) for group in groups):
             return kind
@@ -299,12 +253,12 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
             return kind
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, "
-        "chosen and rejected, source and target, or input_ids, "
+        "source and target, or input_ids, "
         f"only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a conversation"
     )
 
 
-def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[str]]:
+def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[str]]:
     """Returns the messages, the index of the first one that may be trained on, and the keys used."""
     if kind == "messages":
         return parse_messages(record["messages"]), 0, {"messages"}
@@ -335,34 +289,6 @@ def _history(record: dict[str, Any]) -> list[Message]:
     ):
         raise FormatError("`history` must be a list of questions and answers, each [question, answer]")
     return [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn, strict=True)]
-
-
-def _pair(record: dict[str, Any]) -> list[tuple[list[Message], int]]:
-    """Returns the messages of both sides and the index of the first one to train on; [] if there is no preference."""
-    prompt = [] if record.get("prompt") is None else _messages(record, "prompt", "user")
-    sides = [_messages(record, side, "assistant") for side in SIDES]
-    if not prompt and any(isinstance(record[side], str) for side in SIDES):
-        raise FormatError("`chosen` and `rejected` are texts without a `prompt`: add the key `prompt`, or give messages")
-    if prompt and all(messages[0]["role"] == "assistant" for messages in sides):
-        sides = [[*prompt, *messages] for messages in sides]
-        first = len(prompt)
-    else:  # whole conversations, possibly with the prompt repeated as a key
-        first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*sides, strict=False)))
-        if not first:
-            raise ChatError("the first messages of `chosen` and `rejected` differ: both must begin with the same prompt")
-        if any(message not in sides[0][:first] for message in prompt):
-            raise ChatError(
-                "`prompt` is not among the common first messages of `chosen` and `rejected`, and these do not begin with the "
-                "assistant's answer: remove the prompt, or the messages before the answer"
-            )
-    completions = [messages[first:] for messages in sides]
-    if completions[0] == completions[1] or not all(any(map(_says_something, messages)) for messages in completions):
-        return []
-    return [(messages, first) for messages in sides]
-
-
-def _says_something(message: Message) -> bool:
-    return bool(message.get("content", "").strip() or "tool_calls" in message)
 
 
 def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:

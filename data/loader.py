@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.images import with_images
 from longctx.data.merging import Merging
 from longctx.data.mixture import make_steps
 from longctx.data.packing import StepBatch, pack, pack_documents
@@ -24,8 +23,7 @@ from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
 _WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or its data.rollouts, or all of data.stores in the same "
-    "order, or start a new run",
+    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same order, or start a new run",
     "mix": "give the weights or epochs of data.stores that the run began with",
     "seed": "set data.seed to the run's value (by default it is train.seed)",
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
@@ -36,7 +34,7 @@ _WAYS_OUT = {
 
 
 Planner = Callable[..., Plan]
-"""Makes the plan of a step from the lengths of its documents, and from `trees` or `images` if there are any."""
+"""Makes the plan of a step from the lengths of its documents, and from `trees` if there are any."""
 
 
 class LoaderError(UserError):
@@ -56,7 +54,6 @@ class Loader(Iterator[StepBatch]):
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         ahead: number of later tokens to read for every token, for multi-token prediction.
         merging: merges the documents of a step that begin alike; None: they stay apart.
-        complete: adds to a batch what an objective needs besides; None: nothing.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
@@ -76,7 +73,6 @@ class Loader(Iterator[StepBatch]):
         pad_to_multiple_of: int = 1,
         ahead: int = 0,
         merging: Merging | None = None,
-        complete: Callable[[StepBatch, Sequence[Piece]], StepBatch] | None = None,
     ) -> None:
         self.sampler = make_steps(
             store,
@@ -97,7 +93,7 @@ class Loader(Iterator[StepBatch]):
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self.planner, self.merging, self._complete = planner, merging, complete
+        self.planner, self._merging = planner, merging
         self._pad_to_multiple_of = pad_to_multiple_of
         self._later = ahead
         self._step = 0  # last step returned
@@ -172,13 +168,6 @@ class Loader(Iterator[StepBatch]):
             raise LoaderError("the run cannot continue at its position in the data: " + "; ".join(problems))
         return state
 
-    def coming(self, last_step: int) -> Iterator[Piece]:
-        """Yields the pieces of the steps up to `last_step` that have not been returned yet."""
-        cursor = self._cursor
-        for _ in range(self._step, last_step):
-            pieces, cursor = self.sampler.step(cursor)
-            yield from pieces
-
     def close(self) -> None:
         """Ends the background thread after the step that it is preparing."""
         self._discard()
@@ -201,12 +190,11 @@ class Loader(Iterator[StepBatch]):
     def _prepare(self, step: int, cursor: Any) -> tuple[StepBatch, Any]:
         """Returns the step that begins at `cursor`, and the cursor after it."""
         pieces, next_cursor = self.sampler.step(cursor)
-        plan, merged = plan_step(self._store, pieces, self.planner, self.merging)
+        plan, merged = plan_step(self._store, pieces, self.planner, self._merging)
         if plan.ranks != self._ranks:
             raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
         options = (self._pad_to_multiple_of, self._later)
-        batch = read_step(self._store, pieces, plan, self._rank, step, *options, merged)
-        return (batch if self._complete is None else self._complete(batch, pieces)), next_cursor
+        return read_step(self._store, pieces, plan, self._rank, step, *options, merged), next_cursor
 
 
 def _identity_of(store: Store) -> dict[str, Any]:
@@ -235,9 +223,6 @@ def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: 
     merged = None if merging is None else merging.of(store, pieces)
     lengths = [piece.length for piece in pieces] if merged is None else merged.lengths
     options: dict[str, Any] = {} if merged is None else {"trees": merged.trees}
-    if store.has_images:
-        found = {number: store.image_places(piece.document) for number, piece in enumerate(pieces)}
-        options["images"] = {n: [(place[1], tuple(place[2:5])) for place in places] for n, places in found.items() if places}
     plan = planner(lengths, **options)
     if list(plan.lengths) != lengths:
         raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
@@ -263,7 +248,6 @@ def read_step(
         options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "ahead": ahead, "weighted": store.weighted}
         numbers = range(len(plan.micro_batches))
         micro_batches = [pack(store, pieces, plan.layout(number, rank), **options) for number in numbers]
-        micro_batches = with_images(store, pieces, plan, micro_batches) if store.has_images else micro_batches
     else:
         documents = merged.tokens, merged.labels
         micro_batches, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
@@ -277,7 +261,6 @@ def read_step(
         micro_batches=tuple(micro_batches),
         weights=() if set(weights) <= {1.0} else tuple(weights),
         target_weight=sum(weight * count for weight, count in zip(weights, amounts, strict=True)),
-        store_documents=tuple(piece.document for piece in pieces),
         source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
         rows=() if merged is None else merged.rows,
     )

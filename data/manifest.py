@@ -10,8 +10,8 @@ from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
-VERSION, WITH_WEIGHTS, WITH_IMAGES, WITH_SOURCES = 1, 2, 3, 4
-"""Versions of stores without and with weights of tokens, with images, and for encoder-decoders."""
+VERSION, WITH_WEIGHTS, WITH_SOURCES = 1, 2, 3
+"""Versions of stores without and with weights of tokens, and for encoder-decoders."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
@@ -53,16 +53,11 @@ class Manifest:
         empty_thoughts: number of turns that the chat template begins with an empty thought, which is not trained on.
         lightest, heaviest: smallest and largest weight of a document.
         weighted_documents: number of documents with weights of tokens.
-        pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
-        useless_pairs: number of pairs left out because the completions are equal, or one is empty.
         untrained_documents: number of documents left out because they switch off the loss of everything.
-        bad_answers: number of answers that their records mark as bad, by what happened to them: drop or train.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
         start_token: token that a decoder reads first, before each target; None: the store is not for encoder-decoders.
         limits: maximum number of documents and of bytes, where reading stopped.
-        images: number of images.
-        reading: version of how records were read.
     """
 
     request: str
@@ -101,16 +96,11 @@ class Manifest:
     lightest: float = 1.0
     heaviest: float = 1.0
     weighted_documents: int = 0
-    pairs: bool = False
-    useless_pairs: int = 0
     untrained_documents: int = 0
-    bad_answers: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     start_token: int | None = None
     limits: dict[str, int] = field(default_factory=dict)
-    images: int = 0
-    reading: int = 1
     checksums: dict[str, str] = field(default_factory=dict)
 
     @property

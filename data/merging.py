@@ -18,7 +18,7 @@ be in the same micro-batch, and a chat template or a system prompt is common to 
 
 @dataclass(frozen=True)
 class Merging:
-    """Merges the documents of a step: of preference pairs the two of each, otherwise all that begin alike.
+    """Merges the documents of a step that begin alike.
 
     Attributes:
         most_tokens, tokens_per_rank: as in `merge_prefixes`.
@@ -35,16 +35,11 @@ class Merging:
             tokens, trained = store.tokens(piece.document, piece.start, piece.stop)
             sequences.append(tokens)
             labels.append(np.where(trained, tokens, IGNORED_LABEL))
-        return self.merge(sequences, labels, [number // 2 for number in range(len(pieces))] if store.pairs else None)
-
-    def merge(self, sequences: Sequence[Ids], labels: Sequence[Ids], groups: Sequence[int] | None = None) -> Merged | None:
-        """Returns the documents that sequences are merged to; None if no two of them are. Arguments as in `merge_prefixes`."""
         merged = merge_prefixes(
             sequences,
             labels,
             most_tokens=self.most_tokens,
             tokens_per_rank=self.tokens_per_rank,
             least_shared=sum(map(len, sequences)) // (LEAST_SHARE * len(sequences)),
-            groups=groups,
         )
         return merged if merged.trees else None

@@ -20,13 +20,8 @@ SPEAKERS = {
 """Role of each speaker, in lower case."""
 NUMBER = "\U0010fff0"
 """Private-use character around numbers that are texts, see `parse_json`."""
-IMAGE = "\U0010fffd"
-"""Private-use character that stands for an image in a text."""
-VIDEO = "\U0010fffc"
-"""The same for a video."""
-MEDIA = re.compile(f"([{IMAGE}{VIDEO}])")
-IMAGES = "#images"
-"""Key of a message's images and videos while a record is read; None for those that are beside the messages."""
+BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel (docs/trainers.md)"
+WITH_IMAGES = f"train conversations with images or videos inside TRL's SFTTrainer, {BY_ONE_CALL}"
 _NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
 
 
@@ -77,8 +72,7 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     message["role"] = SPEAKERS.get(role.lower(), role)
     content = message.get("content")
     if isinstance(content, list):
-        content, images = _joined(index, content)
-        message |= {"content": content, **({IMAGES: images} if images else {})}
+        content = message["content"] = _joined(index, content)
     if role.lower() in CALLS and isinstance(content, str):
         calls = json_in(f"`{content_key}` of message {index}", message.pop("content"), exact=True)
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
@@ -96,43 +90,21 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     return message
 
 
-def _joined(index: int, parts: list[Any]) -> tuple[str, list[Any]]:
-    """Returns the text of a content, in which `IMAGE` and `VIDEO` stand for images and videos, and these."""
-    text, images = "", []
+def _joined(index: int, parts: list[Any]) -> str:
+    """Returns the text of a content that is a list of parts."""
+    text = ""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind == "text" and isinstance(part.get("text"), str):
-            text += part["text"]
-        elif kind in ("image", "image_url"):
-            text += IMAGE
-            images.append(image_of_part(part))
-        elif kind == "video":
-            text += VIDEO
-            images.append(part if part.get("video") is not None else None)
-        else:
-            supported = "only text, images and videos are supported"
-            raise ChatError(f"message {index} has a part of type {kind!r} in its content: {supported}")
-    return text, images
-
-
-def image_of_part(part: dict[str, Any]) -> Any:
-    """Returns the image of a part of a message, as it is given; None if the part is only its place."""
-    for key in ("image", "image_url", "url", "path", "base64", "bytes"):
-        if (value := part.get(key)) is not None:
-            value = value.get("url", value) if key == "image_url" and isinstance(value, dict) else value
-            return f"data:image/any;base64,{value}" if key == "base64" else value
-    return None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            way_out = WITH_IMAGES if kind in ("image", "image_url", "video") else "only text is supported"
+            raise ChatError(f"message {index} has a part of type {kind!r} in its content: {way_out}")
+        text += part["text"]
+    return text
 
 
 def in_parts(message: Message) -> Message:
-    """Returns the message with its content as a list of texts, images and videos."""
-    if "content" not in message:
-        return message
-    parts: list[dict[str, str]] = []
-    for text in MEDIA.split(message["content"]):
-        kind = {IMAGE: "image", VIDEO: "video"}.get(text)
-        parts += [{"type": kind}] if kind else [{"type": "text", "text": text}] * bool(text.strip())
-    return {**message, "content": parts or [{"type": "text", "text": ""}]}
+    """Returns the message with its content as a list of texts."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:

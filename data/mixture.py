@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longctx.data.group_sampler import GroupSampler
 from longctx.data.sampler import MOST_EPOCHS, Piece, Sampler, SamplerError, Steps, held_out
 from longctx.data.store import Source, Store
 
@@ -30,9 +29,6 @@ def make_steps(
     held_out_share: float,
 ) -> Steps:
     """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
-    if store.groups is not None:
-        options: dict[str, Any] = {"max_length": max_length, "long_documents": long_documents, "name": store.name}
-        return GroupSampler(store.lengths, store.groups, global_tokens=global_tokens, seed=seed, **options)
     left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
     cut: dict[str, Any] = {"seed": seed, "max_length": max_length, "long_documents": long_documents}
     cut["has_targets"] = store.has_targets
@@ -43,7 +39,6 @@ def make_steps(
         global_tokens=global_tokens,
         name=store.name,
         left_out=left_out,
-        pairs=store.pairs,
         unsplit=store.unsplit,
         partly=store.partly_trained,
         **cut,

@@ -19,7 +19,6 @@ from longctx.planning.layout import CrossLayout, Layout, Span
 from longctx.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from longctx.data.image_shares import ImageShare
     from longctx.data.sampler import Piece
     from longctx.data.store import Store
 
@@ -50,7 +49,6 @@ class MicroBatch:
         weights: float32 `[T]`; factor of the loss of every row, where tokens have weights or sequences were merged; None: 1.
         source: what an encoder-decoder's encoder reads; None for other models. The other fields then describe the target:
             tokens are the start token and target[:-1], labels are the target.
-        images: images of the micro-batch; None if no rank has any.
     """
 
     index: int
@@ -62,7 +60,6 @@ class MicroBatch:
     later_labels: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     source: "EncoderInput | None" = None
     weights: torch.Tensor | None = None
-    images: "ImageShare | None" = None
 
     @property
     def rows(self) -> int:
@@ -107,7 +104,6 @@ class StepBatch:
         data_wait_s: seconds that the caller waited for this batch.
         weights: weight of each target, by sequence; empty: 1 for all.
         target_weight: sum of the weights of all targets of the step, over the whole domain; `target_tokens` without weights.
-        store_documents: index in the store of each sequence (or of the one it is cut from); empty without a store.
         source_tokens: tokens of the step by the path of their store; empty with a single store.
         rows: document of the plan of every sequence that was merged, and its rows there; empty: each document is a sequence.
     """
@@ -121,7 +117,6 @@ class StepBatch:
     data_wait_s: float = 0.0
     weights: tuple[float, ...] = ()
     target_weight: float = 0.0
-    store_documents: tuple[int, ...] = ()
     source_tokens: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[tuple[int, Ids], ...] = ()
 

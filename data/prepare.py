@@ -6,7 +6,6 @@ and a second call with the same request skips the documents of those parts inste
 content of the source and all settings; if the store at OUT already matches it, nothing is done.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
-from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
+from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE, Document
 from longctx.data.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
     VERSION,
-    WITH_IMAGES,
     WITH_SOURCES,
     WITH_WEIGHTS,
     Manifest,
@@ -37,16 +35,10 @@ from longctx.data.readers import CorpusError
 from longctx.data.request import StoreRequest
 from longctx.data.store_folder import NOTES, partial_folder, present, put_in_place
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
-from longctx.data.writer import (
-    Part,
-    Progress,
-    write_dataset_files,
-    write_parts,
-)
+from longctx.data.writer import Part, Progress, write_dataset_files, write_parts
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
-_IMAGE_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)\b", re.IGNORECASE)
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
@@ -117,9 +109,9 @@ def prepare(
         empty_thoughts,
     )
     progress("reading the source", 1)
-    if (manifest := present(out, request.digests, corpus, overwrite)) is not None:
+    if (manifest := present(out, request.digest, overwrite)) is not None:
         return Prepared(manifest, made=False)
-    with partial_folder(out, request.digests[True]) as folder:
+    with partial_folder(out, request.digest) as folder:
         manifest = _write(request, folder, long_documents, workers, progress)
         manifest.save(folder)
         put_in_place(folder, out)
@@ -146,7 +138,6 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         long_documents=long_documents,
         workers=workers,
         start=request.start,
-        images=request.images,
     )
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
@@ -156,15 +147,15 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         raise _unnamed(request.corpus)
     if pretrained is not None and request.templates is None and conversations and request.start is None:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
-    fingerprint = request.fingerprint(tokenizer, counts, conversations)
-    write_dataset_files(folder, tokenizer, parts, fingerprint, request.images is not None, request.start is not None)
+    fingerprint = request.fingerprint(tokenizer)
+    write_dataset_files(folder, tokenizer, parts, fingerprint, request.start is not None)
     manifest = _manifest(
         folder,
         request.corpus,
         tokenizer,
         parts,
         counts,
-        request=request.digests[conversations],
+        request=request.digest,
         fingerprint=fingerprint,
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
@@ -244,10 +235,6 @@ def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], 
         left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
         if counts.untrained:
             left_out.append(f"{counts.untrained} switch off the loss of everything")
-        if counts.bad:
-            left_out.append(f"{counts.bad} are bad answers")
-        if counts.useless_pairs:
-            left_out.append(f"{counts.useless_pairs} pairs have equal or empty completions")
         if counts.not_text:
             left_out.append(f"{len(counts.not_text)} files are not UTF-8 text ({', '.join(counts.not_text[:3])})")
         left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
@@ -277,9 +264,8 @@ def _manifest(
         if file.is_file() and file.name not in NOTES
     }
     written = {part.file: part.checksums for part in parts}
-    images = sum(part.images for part in parts)
     weighted, sources = any(part.weighted for part in parts), settings["start_token"] is not None
-    version = max(VERSION, WITH_WEIGHTS * weighted, WITH_IMAGES * (images > 0), WITH_SOURCES * sources)
+    version = max(VERSION, WITH_WEIGHTS * weighted, WITH_SOURCES * sources)
     return Manifest(
         **settings,
         source=corpus.source,
@@ -290,7 +276,7 @@ def _manifest(
         longest_length=longest.longest_length,
         empty_documents=counts.empty,
         limits=corpus.limits,
-        not_read=_not_read(corpus, images),
+        not_read=dict(corpus.not_read),
         skipped_files=len(counts.not_text),
         skipped_names=tuple(counts.not_text[:SKIPPED_NAMES]),
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -304,13 +290,9 @@ def _manifest(
         lossiest_name=lossiest.lossiest_name,
         lossiest_characters=lossiest.lossiest_characters,
         formats=counts.formats,
-        pairs=PAIRS in counts.formats,
-        useless_pairs=counts.useless_pairs,
         untrained_documents=counts.untrained,
-        bad_answers={corpus.bad_answers: counts.bad} if counts.bad else {},
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
-        reading=READING,
         dropped_documents=sum(part.dropped_documents for part in parts),
         truncated_documents=sum(part.truncated_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),
@@ -321,10 +303,4 @@ def _manifest(
         weighted_documents=sum(part.weighted_documents for part in parts),
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
-        images=images,
     )
-
-
-def _not_read(corpus: Corpus, images: int) -> dict[str, int]:
-    """Returns the number of files that are not read, by reason; without those of images, if there are any in records."""
-    return {reason: count for reason, count in corpus.not_read.items() if not (images and _IMAGE_FILES.search(reason))}

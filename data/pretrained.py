@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.image_processor import processor_class
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import first_line, install
 from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, read_json, start_token
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of a processor of images."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -35,8 +36,7 @@ class Pretrained:
         ends: all end-of-text and end-of-turn tokens.
         folder, files: files that an export needs, relative to the folder.
         start: token that the decoder of an encoder-decoder reads first; None for other models.
-        processor: class of the processor of images; None: it is for texts only.
-        loaded: the tokenizer as transformers loads it.
+        reads_images: whether the model reads images, so that its template takes contents as lists.
     """
 
     name: str
@@ -47,8 +47,7 @@ class Pretrained:
     ends: Sequence[str]
     folder: Path
     files: Sequence[Path]
-    processor: str | None = None
-    loaded: Any = None
+    reads_images: bool = False
     start: int | None = None
 
     @classmethod
@@ -101,8 +100,7 @@ class Pretrained:
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
             find(folder, FILES),
-            processor_class(folder),
-            loaded,
+            any((folder / name).is_file() for name in PROCESSOR_FILES),
             start,
         )
 

@@ -1,4 +1,4 @@
-"""Request: the store that a preparation is asked for, checked before the source is read, and its digests."""
+"""Request: the store that a preparation is asked for, checked before the source is read, and its digest."""
 
 import hashlib
 import json
@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from longctx.data.chat import TRAIN_ON, ChatError, ChatML
-from longctx.data.corpus import Corpus, SourceCounts
-from longctx.data.formats import PAIRS, READING
-from longctx.data.image_processor import PROCESSORS, ImageTokens
-from longctx.data.image_sources import frames_of
-from longctx.data.manifest import VERSION
+from longctx.data.corpus import Corpus
 from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
 from longctx.data.sampler import TRUNCATED
-from longctx.data.template import Template, marks_generation, reasoning_keys
+from longctx.data.template import Template, marks_generation
 from longctx.data.tokenizer import Tokenizer, TokenizerError
 
 TREATMENTS = ("error", "drop", *TRUNCATED)
@@ -36,10 +32,7 @@ class StoreRequest:
         template: the templates, ready to render; None: ChatML.
         vocab_size, chat_template, train_on, max_length: as in `prepare`.
         source: fingerprint of the source.
-        settings: settings in the fingerprints of request and store. Defaults of newer settings are left out, so that stores of
-            earlier versions still match.
-        ends: setting of stores with conversations whose ends are trained, which earlier versions did not.
-        images: writes the tokens of images; None if the source has no images.
+        settings: settings in the fingerprints of request and store.
     """
 
     corpus: Corpus
@@ -54,8 +47,6 @@ class StoreRequest:
     max_length: int | None
     source: str
     settings: Mapping[str, Any]
-    ends: Mapping[str, Any]
-    images: ImageTokens | None = None
 
     @property
     def start(self) -> int | None:
@@ -93,11 +84,8 @@ class StoreRequest:
             )
         train_on = train_on if start is None else "last"
         templates = _with_variables(_templates(pretrained, chat_template), variables)
-        settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
-        if max_length is not None:
-            settings["max_length"] = max_length
-            settings |= {} if long_documents == "drop" else {"long_documents": long_documents}
-        settings |= {} if start is None else {"start": start}
+        settings: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "long_documents": long_documents}
+        settings |= {"start": start, "empty_thoughts": empty_thoughts}
         template = None
         if pretrained is not None:
             settings["begin"] = pretrained.begin.tolist()
@@ -106,16 +94,8 @@ class StoreRequest:
         if pretrained is not None and templates is not None:
             settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
             markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
-            in_parts = pretrained.processor in PROCESSORS
-            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on, empty_thoughts, in_parts)
-            if any("<think>" in text or reasoning_keys(text) for text in templates.values()):
-                settings["empty_thoughts"] = (
-                    empty_thoughts  # earlier versions trained on them, and lost reasoning by other keys
-                )
-        images, of_images = _images_of(corpus, tokenizer, pretrained, template)
-        settings |= of_images
-        late_end = template.ends_no_turn if template is not None else ready_made is None or ChatML(ready_made).ends_as_text
-        ends = {"end": True} if late_end and train_on != "all" else {}
+            options = train_on, empty_thoughts, pretrained.reads_images
+            template = Template(templates, pretrained.variables, markup, pretrained.ends, *options)
         return cls(
             corpus,
             tokenizer,
@@ -129,28 +109,18 @@ class StoreRequest:
             max_length,
             corpus.fingerprint(),
             settings,
-            ends,
-            images,
         )
 
     @property
-    def digests(self) -> dict[bool, str]:
-        """Digests of the request if the source has no conversations (False), and if it has (True)."""
+    def digest(self) -> str:
+        """Digest of the request."""
         choice = ["bpe", self.vocab_size] if self.given is None else [self.given.fingerprint, self.given.end_of_document]
-        request = {"version": VERSION, "source": self.source, "tokenizer": choice, **self.settings}
-        return {False: digest(request), True: digest({**request, **self.ends})}
+        return digest({"source": self.source, "tokenizer": choice, **self.settings})
 
-    def fingerprint(self, tokenizer: Tokenizer, counts: SourceCounts, conversations: bool) -> str:
+    def fingerprint(self, tokenizer: Tokenizer) -> str:
         """Returns the fingerprint of the store that was made."""
         content = {"source": self.source, "tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
-        content |= self.settings
-        if PAIRS in counts.formats:  # earlier versions may have read other documents from these records
-            content["pairs"] = True
-        if conversations:
-            content |= self.ends
-        if counts.read_anew:
-            content["reading"] = READING
-        return digest({"version": VERSION, **content})
+        return digest({**content, **self.settings})
 
     def template_in_words(self, tokenizer: Tokenizer) -> str:
         """Describes the chat template, and how the tokens to train on were found."""
@@ -171,30 +141,6 @@ class StoreRequest:
 
 def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _images_of(
-    corpus: Corpus, name: str, pretrained: Pretrained | None, template: Template | None
-) -> tuple[ImageTokens | None, dict[str, str]]:
-    """Returns what writes the tokens of images, and a setting with a hash of their files, which are not among the source's.
-
-    None and no setting if the source has no images. Raises UserError if it has some, and the tokenizer `name` reads none.
-    """
-    if pretrained is None or pretrained.processor is None:
-        return None, {}  # the encoder refuses images, with the name of the record
-    found = None
-    for document in corpus.documents():
-        if document.images and (pretrained.processor not in PROCESSORS or template is None):
-            raise ChatError(
-                f"{document.name} has images, but {name} has {pretrained.processor}: images need one of "
-                f"{', '.join(PROCESSORS)}, and its chat template"
-            )
-        for image in frames_of(document.images):
-            found = found or hashlib.sha256()
-            found.update(b"" if isinstance(image, bytes) else hashlib.sha256(image.read_bytes()).digest())
-    if found is None:
-        return None, {}
-    return ImageTokens(pretrained.folder, pretrained.processor, pretrained.loaded), {"images": found.hexdigest()}
 
 
 def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Pretrained | None]:

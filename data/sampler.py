@@ -8,8 +8,6 @@ Every epoch has its own permutation of all P pieces, given by the seed. The curs
 step: the next piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes pieces until they have
 at least `global_tokens` tokens, so only its last piece exceeds them; a step may span several epochs. Steps take whole pieces,
 so the cursor before a step is all that is needed to repeat it, on any number of ranks.
-
-The documents of a pair are never split, and are taken, dropped and held out together, one after the other.
 """
 
 import hashlib
@@ -55,11 +53,9 @@ class Piece:
 def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
     """Returns which documents are held out for evaluation, bool `[documents]`: about `share` of them, by a hash of their names.
 
-    A document stays on its side when others are added or removed. Documents with equal names are on the same side, as are
-    NAME#chosen and NAME#rejected of a pair.
+    A document stays on its side when others are added or removed. Documents with equal names are on the same side.
     """
     below = int(share * 2**64)
-    names = (name.removesuffix("#chosen").removesuffix("#rejected") for name in names)
     return np.fromiter((int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names), np.bool_)
 
 
@@ -157,8 +153,7 @@ class Sampler:
         partly: documents of which some tokens have no loss, as of conversations, bool `[documents]`; None: no document.
         name: returns the name of a document for error messages.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
-        pairs: whether documents 2k and 2k + 1 belong together.
-        unsplit: words for documents other than pairs that are never split, see `check_long`; None: all may be.
+        unsplit: words for documents that are never split, see `check_long`; None: all may be.
         has_targets: returns which pieces have a target, given their documents, starts and ends; None: all have.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
@@ -167,7 +162,7 @@ class Sampler:
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch, or tokens by truncation.
 
-    Raises SamplerError for a long document under `error`, or in a pair under `split`, and if no document is left.
+    Raises SamplerError for a long document under `error`, and if no document is left.
     """
 
     start = 0
@@ -183,7 +178,6 @@ class Sampler:
         name: Callable[[int], str] = str,
         partly: npt.NDArray[np.bool_] | None = None,
         left_out: npt.NDArray[np.bool_] | None = None,
-        pairs: bool = False,
         unsplit: tuple[str, str, str] | None = None,
         has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
         stream: Sequence[int] = (),
@@ -193,8 +187,6 @@ class Sampler:
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
         if self.long:
-            if pairs:
-                unsplit = "documents of preference pairs", "pairs are", "which drops whole pairs"
             check_long(lengths, taken, self.long, max_length, long_documents, name, unsplit)
         if long_documents is None and partly is not None and (refused := is_long & partly).any():
             longest = int(np.where(refused, lengths, 0).argmax())
@@ -204,8 +196,6 @@ class Sampler:
                 f"{max_length:,} that fit: set data.long_documents to drop, truncate_left (keeps the end), truncate_right or "
                 "split, raise data.max_length, or use more ranks or more batch.tokens_per_rank"
             )
-        if pairs:
-            is_long = np.repeat(is_long.reshape(-1, 2).any(axis=1), 2)
         documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(documents)
         self.dropped_tokens = int(lengths[taken].sum() - lengths[documents].sum())
@@ -225,7 +215,6 @@ class Sampler:
             self._start = np.maximum(lengths[documents] - max_length, 0)
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
         self.dropped_tokens += int((lengths[documents] - (self._stop - self._start)).sum()) if cut else 0
-        self._together = 2 if pairs else 1
         if has_targets is not None:
             self._keep(has_targets(self._document, self._start, self._stop))
         self.pieces = len(self._document)
@@ -237,23 +226,21 @@ class Sampler:
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
 
     def _keep(self, has_target: npt.NDArray[np.bool_]) -> None:
-        """Leaves out the pieces without a target; of pairs, those of which neither has one."""
-        kept = np.repeat(has_target.reshape(-1, self._together).any(axis=1), self._together)
-        if not kept.any():
+        """Leaves out the pieces without a target."""
+        if not has_target.any():
             raise SamplerError(
-                f"none of the {len(kept):,} documents has a token to train on: give a store with other documents"
+                f"none of the {len(has_target):,} documents has a token to train on: give a store with other documents"
             )
-        self._document, self._start, self._stop = self._document[kept], self._start[kept], self._stop[kept]
+        self._document, self._start, self._stop = (each[has_target] for each in (self._document, self._start, self._stop))
 
     def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
         """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
         pieces: list[Piece] = []
         tokens = 0
         while tokens < self._global_tokens:
-            together = [self._piece(cursor + place) for place in range(self._together)]
-            pieces += together
-            tokens += sum(piece.length for piece in together)
-            cursor += self._together
+            pieces.append(self._piece(cursor))
+            tokens += pieces[-1].length
+            cursor += 1
         return tuple(pieces), cursor
 
     def in_order(self) -> tuple[Piece, ...]:
@@ -288,5 +275,4 @@ class Sampler:
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # RandomState, because NumPy promises never to change its streams (NEP 19); those of Generator may change.
         random = np.random.RandomState([self._seed, epoch, *self._stream])
-        order = random.permutation(self.pieces // self._together).astype(np.int64)
-        return (order[:, None] * self._together + np.arange(self._together)).ravel()
+        return random.permutation(self.pieces).astype(np.int64)

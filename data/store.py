@@ -11,7 +11,6 @@ A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream file
     source_length   int64, number of its first tokens that an encoder reads; the decoder reads the others, which begin with the
                     start token; only stores for encoder-decoders have it
     token_weights   list<float32>, further factor of each target in the loss; null means 1; only files that need it have it
-    images          large_list<large_binary>, and image_places list<list<int64>>: only in stores with images
 
 The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
 `dataset_info.json` make the folder also a dataset of the `datasets` library (`load_from_disk`). Reading needs neither
@@ -25,7 +24,6 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +33,16 @@ import pyarrow
 import pyarrow.compute
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.manifest import ARROW, TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
+from longctx.data.manifest import ARROW, TOKENIZER, Manifest, StoreError
 from longctx.data.mapped import Batch, MappedFile
 from longctx.data.tokenizer import Tokenizer, TokenizerError, fingerprint
 from longctx.errors import shell
 
 Int64Array = npt.NDArray[np.int64]
-IMAGES, PLACES = "images", "image_places"
-"""Columns of stores with images: their bytes, or those of frames, and the numbers of each place; see `ImagePlace`."""
 
 
-def store_schema(tokenizer: Tokenizer, weighted: bool = False, images: bool = False, sources: bool = False) -> Any:
-    """Returns the Arrow schema of a store's files, with weights of tokens if `weighted`, `images`, or `sources` of targets."""
+def store_schema(tokenizer: Tokenizer, weighted: bool = False, sources: bool = False) -> Any:
+    """Returns the Arrow schema of a store's files, with weights of tokens if `weighted`, or `sources` of targets."""
     columns = {
         "name": pyarrow.string(),
         "tokens": pyarrow.list_(pyarrow.from_numpy_dtype(tokenizer.dtype)),
@@ -59,8 +55,6 @@ def store_schema(tokenizer: Tokenizer, weighted: bool = False, images: bool = Fa
         columns["source_length"] = pyarrow.int64()
     if weighted:
         columns["token_weights"] = pyarrow.list_(pyarrow.float32())
-    if images:
-        columns |= {IMAGES: pyarrow.large_list(pyarrow.large_binary()), PLACES: pyarrow.list_(pyarrow.list_(pyarrow.int64()))}
     return pyarrow.schema(columns.items())
 
 
@@ -86,7 +80,7 @@ class Store:
     """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for several.
 
     Attributes:
-        path, manifest: path and manifest of the store, or of the first of several; rollouts have no manifest.
+        path, manifest: path and manifest of the store, or of the first of several.
         sources: the stores that this one consists of; a single store has itself.
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
         trained_tokens: targets per document, int64 `[documents]`.
@@ -94,17 +88,14 @@ class Store:
         tokenizer: tokenizer that made the tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
         source_lengths: tokens per document that an encoder reads, int64 `[documents]`; None: not for encoder-decoders.
-        has_images: whether some documents may have images.
-        groups: number of the group of each document; the documents of a group are taken together. None: there are no groups.
     """
 
-    groups: Int64Array | None = None
     source_lengths: Int64Array | None = None
 
     def __init__(
         self,
         path: Path,
-        manifest: Manifest | None,
+        manifest: Manifest,
         tokenizer: Tokenizer,
         table: Any,
         batches: Sequence[Batch],
@@ -113,8 +104,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.tokenizer = tokenizer
-        own = "" if manifest is None else manifest.fingerprint
-        self.sources = tuple(sources) or (Source(path, own, range(table.num_rows)),)
+        self.sources = tuple(sources) or (Source(path, manifest.fingerprint, range(table.num_rows)),)
         prints = [source.fingerprint for source in self.sources]
         self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
         self._table = table
@@ -126,7 +116,6 @@ class Store:
         all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number suffices
         self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
         self._names = table.column("name")
-        self.has_images = PLACES in table.column_names
         self._batches = batches
         self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])
 
@@ -170,11 +159,9 @@ class Store:
     def join(cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight") -> "Store":
         """Joins several stores into one, one after the other, with the `amounts` to take of each, in `unit` (see `Source`).
 
-        Raises StoreError if they were made with different tokenizers, if two have the same documents, or if one has pairs.
+        Raises StoreError if they were made with different tokenizers, or if two have the same documents.
         """
         first, *others = stores
-        for store in filter(lambda store: store.pairs, stores):
-            raise StoreError(f"store {store.path} has preference pairs, which cannot be mixed: give it alone, as data.store")
         for store, other in itertools.combinations(stores, 2):
             if store.fingerprint == other.fingerprint:
                 raise StoreError(f"stores {store.path} and {other.path} have the same documents: give only one of them")
@@ -195,51 +182,20 @@ class Store:
             for store, amount, end in zip(stores, amounts, ends, strict=True)
         ]
         table = pyarrow.concat_tables([store._table for store in stores], promote_options="default")
-        _same_processor([store.path for store in stores if store.has_images])
         batches = [batch for store in stores for batch in store._batches]
         return cls(first.path, first.manifest, first.tokenizer, table, batches, sources)
-
-    def image_places(self, document: int) -> list[list[int]]:
-        """Returns the numbers of each place of an image, or of a pair of frames, of a document; see `ImagePlace`."""
-        return (self._table.column(PLACES)[document].as_py() or []) if self.has_images else []
-
-    @cached_property
-    def image_tokens(self) -> Int64Array:
-        """Number of tokens of images per document, int64 `[documents]`."""
-        if not self.has_images:
-            return np.zeros(len(self), np.int64)
-        places = self._table.column(PLACES).combine_chunks()
-        counts = pyarrow.compute.list_value_length(places).fill_null(0).to_numpy(zero_copy_only=False)
-        tokens = pyarrow.compute.list_element(places.flatten(), 1).to_numpy()
-        return np.bincount(np.repeat(np.arange(len(self)), counts), tokens, len(self)).astype(np.int64)
-
-    def image(self, document: int, number: int) -> bytes:
-        """Returns the bytes of an image of a document. Raises StoreError if they are damaged."""
-        self._locate(document)
-        image: bytes = self._table.column(IMAGES)[document].values[number].as_py()
-        return image
-
-    @cached_property
-    def image_folder(self) -> Path:
-        """Folder of the image processor that made the tokens of images."""
-        return next(source.path for source in self.sources if Manifest.load(source.path).images) / TOKENIZER_FILES
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
-    def pairs(self) -> bool:
-        """Whether documents 2k and 2k + 1 are a pair: the chosen and the rejected completion of a prompt."""
-        return self.manifest is not None and self.manifest.pairs
-
-    @property
     def start_token(self) -> int | None:
         """Token that a decoder reads first, before each target; None: the store is not for encoder-decoders."""
-        return None if self.manifest is None else self.manifest.start_token
+        return self.manifest.start_token
 
     @property
     def unsplit(self) -> tuple[str, str, str] | None:
-        """Words for documents other than pairs that are never split, see `check_long`; None: all may be."""
+        """Words for documents that are never split, see `check_long`; None: all may be."""
         return None if self.start_token is None else ("sources with their targets", "they are", "which drops both")
 
     @property
@@ -369,11 +325,3 @@ def _fingerprint_of(tokenizer: Path) -> str:
         raise TokenizerError(
             f"{tokenizer} is not a tokenizer.json: {error}; give the tokenizer.json that the store was made with"
         ) from error
-
-
-def _same_processor(stores: Sequence[Path]) -> None:
-    """Raises StoreError if images of several stores are processed in different ways."""
-    files = {path: [f.read_bytes() for f in sorted((path / TOKENIZER_FILES).glob("*processor_config.json"))] for path in stores}
-    for path in stores[1:]:
-        if files[path] != files[stores[0]]:
-            raise StoreError(f"stores {stores[0]} and {path} have different image processors: prepare both with the same one")

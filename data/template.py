@@ -20,10 +20,9 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message, check_role, trained_turns
-from longctx.data.image_sources import ImagePlace
 from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
-from longctx.data.messages import MEDIA, NUMBER, DigitsError, as_written, in_parts, parse_arguments
+from longctx.data.messages import NUMBER, DigitsError, as_written, in_parts, parse_arguments
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
@@ -56,7 +55,6 @@ class Rendered:
     `weights`: weights of the spans; None: 1 for all.
     `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
     `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
-    `images`: places of images and of pairs of frames, without their starts.
     """
 
     text: str
@@ -65,7 +63,6 @@ class Rendered:
     unended: bool = False
     thoughts: int = 0
     weights: Sequence[float] | None = None
-    images: Sequence[ImagePlace] = ()
 
 
 class Template:
@@ -78,7 +75,7 @@ class Template:
         ends: special tokens that may end a turn, besides the templates' own.
         train_on: see `TRAIN_ON`.
         empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
-        in_parts: whether contents are given as lists of texts and images.
+        in_parts: whether contents are given as lists of texts, as templates of models that read images expect them.
     """
 
     def __init__(
@@ -384,8 +381,6 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:
-        if isinstance(value, str) and len(texts := MEDIA.split(value)) > 1:
-            return "".join(wrap(text) if text.strip() and not MEDIA.match(text) else text for text in texts)
         if isinstance(value, str) and not value.startswith(NUMBER):
             text = value.strip()
             head = len(value) - len(value.lstrip()) if text else 0

@@ -59,7 +59,6 @@ def merge_prefixes(
     tokens_per_rank: int | None = None,
     least_shared: int = 1,
     weights: Sequence[float] | None = None,
-    groups: Sequence[int] | None = None,
 ) -> Merged:
     """Merges sequences that begin alike.
 
@@ -73,7 +72,6 @@ def merge_prefixes(
         least_shared: number of first rows that sequences must share to be merged. Each tree is in one micro-batch, so plans
             with fewer, larger documents have less freedom.
         weights: weight of each sequence in the loss; None: 1 for all.
-        groups: a number for each sequence; only those of the same number are merged. None: all may be.
 
     Raises PackingError for sequences, labels and weights that do not match.
     """
@@ -86,8 +84,7 @@ def merge_prefixes(
     paths: list[list[Ids]] = [[] for _ in keys]
     of_sequence = [0] * len(keys)
     documents, of_rows, trees = [], [], {}
-    groups = [0] * len(keys) if groups is None else groups
-    for document, part in enumerate(_parts(keys, groups, most_tokens, tokens_per_rank, max(1, least_shared))):
+    for document, part in enumerate(_parts(keys, most_tokens, tokens_per_rank, max(1, least_shared))):
         nodes = list(_nodes(part, keys))
         tree = Tree(tuple(node.stop - node.start for node in nodes), tuple(node.parent for node in nodes))
         if len(nodes) > 1:
@@ -131,7 +128,7 @@ def _keys(sequences: Sequence[Tokens], labels: Sequence[Tokens] | None) -> list[
 
 
 def _parts(
-    keys: Sequence[Ids], groups: Sequence[int], most_tokens: int | None, tokens_per_rank: int | None, least_shared: int
+    keys: Sequence[Ids], most_tokens: int | None, tokens_per_rank: int | None, least_shared: int
 ) -> list[list[tuple[int, int]]]:
     """Returns the sequences of each tree, as many as it may have; trees in the order of their first sequences.
 
@@ -139,9 +136,9 @@ def _parts(
     """
     parts: list[list[tuple[int, int]]] = []
     size, total, before = 0, 0, -1
-    for number in sorted(range(len(keys)), key=lambda number: (groups[number], keys[number].tobytes())):
+    for number in sorted(range(len(keys)), key=lambda number: keys[number].tobytes()):
         key = keys[number]
-        shared = _shared(keys[before], key) if parts and groups[before] == groups[number] else 0
+        shared = _shared(keys[before], key) if parts else 0
         size, total, before = size + len(key) - shared, total + len(key), number
         if shared < least_shared or is_too_large(size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank):
             size, total, shared = len(key), len(key), 0

@@ -20,9 +20,8 @@ import pyarrow
 from longctx.checksums import SummedFile, damage, sealed, unsealed
 from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.encode import EncodedDocument, Encoder
-from longctx.data.formats import PAIRS, Document
-from longctx.data.image_sources import frames_of, read_image
-from longctx.data.store import IMAGES, PLACES, store_schema
+from longctx.data.formats import Document
+from longctx.data.store import store_schema
 from longctx.data.tokenizer import Tokenizer
 from longctx.data.weights import TokenWeights
 
@@ -63,7 +62,6 @@ class Part:
     weighted_documents: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     checksums: str = ""
-    images: int = 0
 
 
 def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCounts, *, progress: Progress) -> list[Part]:
@@ -84,7 +82,7 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCo
             if writer is not None and weighted > writer.part.weighted:
                 finish(writer)
                 writer = None
-            options = encoder.tokenizer, weighted, encoder.images is not None, encoder.start is not None
+            options = encoder.tokenizer, weighted, encoder.start is not None
             writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", *options)
             writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
@@ -119,7 +117,7 @@ def _encoded(
     """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered while one is tokenized."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead: tuple[list[Document], Future[tuple[list[EncodedDocument], int]]] | None = None
-        for batch in map(encoder.decoded, batches):
+        for batch in batches:
             submitted = batch, thread.submit(encoder.encode, batch, encoder.render(batch))
             if ahead is not None:
                 yield ahead[0], *ahead[1].result()
@@ -129,14 +127,13 @@ def _encoded(
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yields batches of documents to tokenize at once; the documents of a pair stay together."""
+    """Yields batches of documents to tokenize at once."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
         batch.append(document)
         characters += document.size
-        half_a_pair = document.format == PAIRS and len(batch) % 2
-        if (characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS) and not half_a_pair:
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
     if batch:
@@ -146,9 +143,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 class _PartWriter:
     """Writes one Arrow stream file, one record batch at a time."""
 
-    def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool, images: bool, sources: bool) -> None:
+    def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool, sources: bool) -> None:
         self._file = file
-        self._schema, self._sources = store_schema(tokenizer, weighted, images, sources), sources
+        self._schema, self._sources = store_schema(tokenizer, weighted, sources), sources
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self.part = Part(file.name, weighted=weighted)
@@ -179,13 +176,6 @@ class _PartWriter:
             columns.append(pyarrow.array([row.source for row in rows], pyarrow.int64()))
         if self.part.weighted:
             columns.append(_lists([mask if _has_weights(mask) else None for mask in masks], np.float32))
-        if PLACES in self._schema.names:
-            places = [[place.numbers for place in row.images] for row in rows]
-            images = [[*map(read_image, frames_of(row.document.images))] for row in rows]
-            columns += [
-                pyarrow.array(values, self._schema.field(name).type) for name, values in ((IMAGES, images), (PLACES, places))
-            ]
-            part.images += sum(map(len, images))
         self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
         part.documents += len(rows)
         part.tokens += int(lengths.sum())
@@ -233,13 +223,11 @@ def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def write_dataset_files(
-    folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str, images: bool, sources: bool
-) -> None:
-    """Writes the files that `datasets.load_from_disk` needs besides the Arrow files, which may have `images` or `sources`."""
+def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str, sources: bool) -> None:
+    """Writes the files that `datasets.load_from_disk` needs besides the Arrow files, which may have `sources`."""
     import datasets  # imported here: it takes a second, and only preparing needs it
 
-    schema = store_schema(tokenizer, any(part.weighted for part in parts), images, sources)
+    schema = store_schema(tokenizer, any(part.weighted for part in parts), sources)
     features = datasets.Features.from_arrow_schema(schema)
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {

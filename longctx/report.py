@@ -1,8 +1,6 @@
 """Report: what rank 0 prints when a run starts and when it is finished."""
 
 from longctx.config import Config
-from longctx.data.rollout_store import RolloutStore
-from longctx.data.store import Store
 from longctx.errors import shell
 from longctx.model.presets import NoNativeModel
 from longctx.model.source import lines_on
@@ -50,32 +48,24 @@ def _first_line(run: Run, trainer: Trainer) -> str:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         parameters = f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
         parameters += f", peak learning rate {config.optimizer.learning_rate:g}"
+    stores = "store" if len(store.sources) == 1 else "stores"
     return (
         f"{parameters} on {run.launch.world_size} ranks ({computed_by(config, model.spec, run.device.type)}), "
-        f"{start}; {_documents(store)}, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
+        f"{start}; {stores} {store.said}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens; "
+        f"run folder {config.train.run_dir}"
     )
 
 
-def _documents(store: Store) -> str:
-    """Returns what is trained on, from where."""
-    if not isinstance(store, RolloutStore):
-        return f"{'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} documents"
-    unused = ", ".join(f"{key} in {count:,} records" for key, count in sorted(store.unused.items()))
-    used = f"{store.said}: {len(store):,} rollouts of {len(set(store.groups.tolist())):,} groups"
-    return f"{used} (not used: {unused})" if unused else used
-
-
 def _dropped(run: Run, max_length: int) -> str:
-    """Returns a line on documents, or pairs, that are dropped or truncated, as they are too long; empty if there are none."""
+    """Returns a line on documents that are dropped or truncated, as they are too long; empty if there are none."""
     store = run.data.store
-    documents, unit = (2, "pairs") if store.pairs else (1, "documents")
-    dropped = int((store.lengths.reshape(-1, documents).max(axis=1) > max_length).sum())
+    dropped = int((store.lengths > max_length).sum())
     done = {"drop": "dropped", "truncate_left": "cut at their beginning", "truncate_right": "cut at their end"}.get(
         run.config.data.long_documents or "split"
     )
     if done is None or not dropped:
         return ""
-    return f"{dropped:,} of {len(store) // documents:,} {unit} are {done}: longer than {max_length:,} tokens"
+    return f"{dropped:,} of {len(store):,} documents are {done}: longer than {max_length:,} tokens"
 
 
 def print_end(config: Config, step: int, *, trained: bool) -> None:

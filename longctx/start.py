@@ -14,8 +14,6 @@ import torch
 from longctx.attention.kernels import choose_kernel
 from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config, check
-from longctx.config.combinations import why_apart
-from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
@@ -32,8 +30,6 @@ from longctx.training.checks import (
     check_export,
     check_groups,
     check_model,
-    check_pairs,
-    check_rollouts,
     check_vocabulary,
 )
 from longctx.training.health import NonFiniteLoss
@@ -123,14 +119,10 @@ def prepare(
     resume = resume or step is not None
     if continued is not None and resume:
         raise UserError(f"--continue is {continued}, but --resume continues the run itself: omit one, or use --resume-if-any")
-    if continued is not None and config.dpo.beta is not None:
-        rule = "DPO compares with the model at the start of the run"
-        raise UserError(f"--continue is {continued}, but {rule}: export that run, and start from it")
     if continued is not None and config.train.epochs is not None:
         rule = "the steps of both runs are counted: set train.steps instead"
         raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
     check_wandb(config.log.wandb)
-    check_rollouts(config)
     run = Run.open(config)
     config = run.config
     _log_kernels(run)
@@ -145,7 +137,6 @@ def prepare(
     check_vocabulary(config, spec)
     check_model(config, run.data, run.source, run.launch.world_size)
     check_groups(config, run.source)
-    check_pairs(config, run.data)
     if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)
         refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
@@ -195,10 +186,6 @@ def _notes(config: Config, device: torch.device) -> list[str]:
     if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps > config.schedule_steps:
         limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
-    if config.policy.loss is not None and config.optimizer.learning_rate == OptimizerSection().learning_rate:
-        notes.append(f"optimizer.learning_rate is {config.optimizer.learning_rate:g}, and policy gradients mostly take 1e-6")
-    if config.dpo.beta is not None and config.data.merge_prefixes is None:
-        notes += [f"data.merge_prefixes is off, as it is {problem.rule}" for problem in why_apart(config)[:1]]
     return notes
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from longctx import config
 from longctx.config import Config, ConfigError
+from longctx.config.reading import ELSEWHERE
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.layout import largest_shard, longest_document
 from longctx.start import _notes
@@ -126,13 +127,26 @@ def test_rules_skip_invalid_values() -> None:
         ("train.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
         ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
-        ("zzz.zzz=1", "sections are model, lora, dpo, policy, masked, data"),
+        ("zzz.zzz=1", "sections are model, lora, masked, data"),
     ],
 )
 def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
     (text,) = problems(override).values()
     assert "unknown setting" in text
     assert hint in text
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("dpo", "TRL's DPOTrainer"), ("policy", "TRL's GRPOTrainer or RLOOTrainer"), ("data.rollouts", "TRL's GRPOTrainer")],
+)
+def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -> None:
+    section, _, key = name.partition(".")
+    with pytest.raises(ConfigError) as caught:
+        config.load(written(tmp_path, f"{section}: {{{key or 'x'}: 1}}\n"), [PROFILE, "batch.global_tokens=0"])
+    problem, _ = sorted(caught.value.problems, key=lambda each: each.key.startswith("batch"))
+    assert problem.key == name and problem.rule == "not a part of longctx train"
+    assert where in problem.fix and Path(problem.fix.rsplit(": ")[-1]).is_file() and problem.fix == ELSEWHERE[name]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +170,6 @@ def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
         ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),
         ("context.ulysses_degree=3", "that divides the query heads, 4\n      fix:  set it to 1, 2, 4, or auto"),
-        ("context.head_exchange=2", "renamed to context.ulysses_degree\n      fix:  write context.ulysses_degree=2"),
         ("parallel.pipeline_parallel_size=3", "fix:  set it to 2 or less, or use a model with more layers"),
         ("parallel.pipeline_chunks=2", "several chunks need a pipeline of 2 or more ranks"),
         ("train.steps=[1", "the value is not valid YAML"),
@@ -374,10 +387,3 @@ def test_every_size_of_a_model_can_be_set() -> None:
 def test_the_examples_are_valid(repository: Path, name: str, world_size: int) -> None:
     loaded = config.load(repository / "examples" / f"{name}.yaml", world_size=world_size)
     assert "128k" not in name or loaded.max_length(world_size) >= 131072
-
-
-def test_a_removed_setting_is_no_obstacle_for_runs_that_have_its_default(tmp_path: Path) -> None:
-    """Run folders list every setting of the version that made them."""
-    assert config.load(written(tmp_path, "{context: {recalibrate: false}, train: {fused: null}}")) == config.load(None)
-    with pytest.raises(ConfigError, match=r"(?s)this setting was removed.*omit it"):
-        config.load(written(tmp_path, "context: {recalibrate: true}"))

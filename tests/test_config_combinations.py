@@ -48,9 +48,6 @@ NEEDS = {
     "multi-token prediction > 0": "model.num_nextn_predict_layers=1",
     "one of these": "eval.every=10",
     "and checkpoint.every is null: the best": "data.held_out=0.1",
-    "data.rollouts is not null": "policy.loss=grpo",
-    "data.rollouts is": "model.from_pretrained=llama",
-    "rollouts are not validated": "eval.store=store",
     "is zero-bubble": "parallel.reshard_after=step",
 }
 """What rows with these words need besides their conditions; later ones win."""

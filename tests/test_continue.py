@@ -200,10 +200,8 @@ def test_the_command(files: Path, whole: tuple[Path, Rows], tmp_path: Path, capf
         (["--continue=nowhere"], "--continue is nowhere, which has no complete checkpoint"),
         (["--continue={runs}/short", "--train.steps=3"], "has done 3 steps, but train.steps is 3"),
         (["--continue={runs}/short", "--resume"], "--resume continues the run itself"),
-        (["--continue={runs}/short", "--dpo.beta=0.1", "--data.store={store}", "--data.stores=null"], "DPO compares with"),
         (["--continue={runs}/short", "--model.num_hidden_layers=1"], "contains another model: num_hidden_layers is 1"),
         (["--continue={runs}/short", "--train.seed=5"], "seed is 5, and was"),
-        (["--stages.1.steps=3"], "write the settings of a later part into a file of its own"),
     ],
 )
 def test_what_cannot_go_on_is_refused(

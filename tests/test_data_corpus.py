@@ -188,13 +188,13 @@ def test_records_are_read_by_the_ending(tmp_path: Path, name: str, content: str,
 
 
 def test_cells_and_weights_of_a_table(tmp_path: Path) -> None:
-    answers = [json.dumps([{"role": "assistant", "content": content}]).replace('"', '""') for content in ("good", "bad")]
+    answer = json.dumps([{"role": "assistant", "content": "good"}]).replace('"', '""')
     (tmp_path / "s.csv").write_text('text,weight\none,2\n"a, ""b""\nc",\n', "utf-8")
     first, second = open_corpus(str(tmp_path / "s.csv")).documents()
     assert (first.text, first.weight, second.text, second.weight) == ("one", 2.0, 'a, "b"\nc', 1.0)
-    (tmp_path / "t.csv").write_text(f'prompt,chosen,rejected\n"[1] Q","{answers[0]}","{answers[1]}"\n', "utf-8")
-    chosen, rejected = open_corpus(str(tmp_path / "t.csv")).documents()
-    assert [document.texts for document in (chosen, rejected)] == [["[1] Q", "good"], ["[1] Q", "bad"]]
+    (tmp_path / "t.csv").write_text(f'prompt,completion\n"[1] Q","{answer}"\n', "utf-8")
+    (document,) = open_corpus(str(tmp_path / "t.csv")).documents()
+    assert document.texts == ["[1] Q", "good"]
 
 
 @pytest.mark.parametrize(

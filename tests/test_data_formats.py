@@ -15,7 +15,7 @@ from longctx.data.packing import StepBatch
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
-from longctx.training.objectives.objective import TokenMean
+from longctx.training.objectives.objective import token_mean
 from tests.data_cases import placed_plan, text_of, write_jsonl, written
 from tests.template_cases import TOOLS, call
 
@@ -164,7 +164,7 @@ def test_weights_reach_the_loss(tmp_path: Path) -> None:
     by_name = dict(zip(batch.documents, batch.weights, strict=True))
     assert by_name == {"s.jsonl:1": 0.5, "s.jsonl:2": 3.0, "s.jsonl:3": 1.0}
     assert batch.target_tokens == 27 and batch.target_weight == pytest.approx(9 * 4.5)
-    weights = TokenMean().weights(batch)
+    weights = token_mean(batch)
     assert weights.divisor == pytest.approx(9 * 4.5) and weights.tokens is not None
     assert weights.tokens[0].tolist() == [weight for weight in batch.weights for _ in range(10)]
     assert weights.tokens[0].dtype == torch.float32
@@ -172,7 +172,7 @@ def test_weights_reach_the_loss(tmp_path: Path) -> None:
     prepare(open_corpus(str(plain)), tmp_path / "plain", tokenizer="bytes")
     batch = step(Store.open(tmp_path / "plain"))
     assert batch.weights == () and batch.target_weight == batch.target_tokens
-    assert TokenMean().weights(batch).tokens is None
+    assert token_mean(batch).tokens is None
 
 
 # --- the command

@@ -70,16 +70,6 @@ def test_templates_obey_it_too(tmp_path: Path, family: str, checkpoints: dict[st
     assert "bad" not in one and both.endswith(one) and "good" in one and "bad" in both[: -len(one)]
 
 
-def test_sides_of_a_pair_obey_it(tmp_path: Path) -> None:
-    asked, bad, again, good = chat("Q", "bad", "Again", "good")
-    pair = {"chosen": [asked, {**bad, "weight": 0}, again, good], "rejected": [asked, {**bad, "weight": 1}]}
-    store = made(tmp_path, [pair])
-    assert [learnt(store, side) for side in (0, 1)] == [f"good{END}", f"bad{END}"]
-    pair = {"chosen": [asked, good], "rejected": [asked, {**bad, "weight": 0}]}
-    with pytest.raises(CorpusError, match=r"s\.jsonl:1: the rejected answer has no loss"):
-        documents(tmp_path, pair)
-
-
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
@@ -132,72 +122,7 @@ def test_conversations_without_loss_are_dropped_and_counted(tmp_path: Path, caps
     assert learnt(made(tmp_path, [flagged({"weight": 0}, "messages")], train_on="last")) == f"good{END}"
 
 
-# --- answers that are bad
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": "Q", "completion": "bad", "label": False},
-        {"prompt": "Q", "completion": "bad", "label": 0},
-        {"instruction": "Q", "output": "bad", "kto_tag": False},
-        {"messages": chat("Q", "bad"), "label": "False"},
-        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}], "label": 1},
-        *({"prompt": "Q", "completion": "bad", "label": mark} for mark in ("bad", "Undesirable", "No", -1)),
-        {"messages": chat("Q", "bad"), "rating": -1},
-        {"messages": chat("Q", "bad"), "feedback": "thumbs_down"},
-    ],
-)
-def test_an_answer_marked_as_bad_is_refused(
-    tmp_path: Path, record: dict[str, Any], suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = written(tmp_path, [record], suffix)
-    assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 2
-    assert "which may mark a bad answer: remove the record, or give --bad-answers drop" in capsys.readouterr().err
-
-
-MARKED = [
-    {"prompt": "Q", "completion": "good", "label": True},
-    {"prompt": "Q", "completion": "bad", "label": False},
-    {"prompt": "Q", "completion": "better", "label": 1},
-    {"prompt": "Q", "completion": "worse", "label": 0},
-    {"messages": chat("Q", "poor"), "rating": "bad"},
-    {"messages": chat("Q", "rated"), "rating": 4},
-]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize(
-    ("way", "learns", "told"),
-    [
-        ("drop", ["good", "better", "rated"], "  dropped    3 bad answers"),
-        ("train", ["good", "bad", "better", "worse", "poor", "rated"], "  loss on    3 bad answers, like good ones"),
-    ],
-)
-def test_bad_answers_are_dropped_or_learnt_as_asked(
-    tmp_path: Path, way: str, learns: list[str], told: str, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys = dict.fromkeys(key for record in MARKED for key in record)
-    texts = {"label", "rating"} if suffix == "parquet" else set()  # a column has one type
-    marked = [{k: str(record[k]) if k in record and k in texts else record.get(k) for k in keys} for record in MARKED]
-    source = written(tmp_path, marked, suffix)
-    command = ["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]
-    assert main([*command, "--bad-answers", way]) == 0
-    assert told in capsys.readouterr().out.splitlines()
-    store = Store.open(tmp_path / "store")
-    assert [learnt(store, document).removesuffix(END) for document in range(len(store))] == learns
-    assert store.manifest is not None and (store.manifest.bad_answers, store.manifest.unused) == ({way: 3}, {"rating": 1})
-    assert main([*command, "--bad-answers", way]) == 0 and "up to date" in capsys.readouterr().out
-    assert main(command) == 2, "another store is asked for"
-
-
-def test_nothing_is_left_of_bad_answers_alone(tmp_path: Path) -> None:
-    source = open_corpus(str(written(tmp_path, [MARKED[1]] * 2)), bad_answers="drop")
-    with pytest.raises(CorpusError, match="has no document with text: 2 are bad answers"):
-        prepare(source, tmp_path / "store", tokenizer="bytes")
-    with pytest.raises(CorpusError, match="bad_answers is 'keep': it must be one of error, drop, train"):
-        open_corpus(str(tmp_path), bad_answers="keep")
+# --- marks of answers
 
 
 def test_an_answer_marked_as_good_is_learnt(tmp_path: Path) -> None:
@@ -205,23 +130,6 @@ def test_an_answer_marked_as_good_is_learnt(tmp_path: Path) -> None:
     assert (learnt(store), store.manifest.unused) == (f"good{END}", {})
     store = made(tmp_path, [{"prompt": "Q", "completion": "good", "label": "sports"}, {"text": "x", "label": 0}])
     assert store.manifest.unused == {"label": 2}, "classes are no marks of a bad answer"
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"messages": chat("Q", "good"), "rejected_response": "bad"},
-        {"messages": chat("Q", "good"), "rejected": "bad"},
-        {"prompt": "Q", "response": "good", "rejected_response": "bad"},
-        {"instruction": "Q", "output": "good", "rejected_response": "bad"},
-        {"messages": chat("Q", "good"), "rejected_response": [{"role": "assistant", "content": "bad"}]},
-    ],
-)
-def test_a_rejected_answer_beside_a_conversation_makes_a_pair(tmp_path: Path, record: dict[str, Any], suffix: str) -> None:
-    store = made(tmp_path, [record], suffix)
-    assert store.pairs and store.manifest.formats == {"chosen-rejected": 2}
-    assert [learnt(store, side) for side in (0, 1)] == [f"good{END}", f"bad{END}"]
 
 
 def test_an_empty_rejected_answer_is_none(tmp_path: Path) -> None:
@@ -257,12 +165,14 @@ def test_history_and_system_are_obeyed(tmp_path: Path) -> None:
         ({"messages": chat("Q", "A"), "tools": TOOLS, "functions": [FUNCTION]}, "has both `tools` and `functions`"),
         ({"messages": chat("Q", "A"), "functions": ["add"]}, "`functions` must be a list of objects"),
         ({"messages": chat("Q", "A"), "documents": [{"text": "D"}]}, "`documents` is not supported: write the documents into"),
-        ({"messages": chat("Q", "A"), "images": ["cat.png"]}, "there are 1 images, but the messages have 0 places"),
-        ({"prompt": "Q", "completion": "A", "audio": "a.wav"}, "`audio` is not supported: only text, images and videos are"),
-        ({"conversations": [{"from": "human", "value": "Q"}], "video": "v.mp4"}, "1 videos, but the messages have 0 places"),
+        ({"messages": chat("Q", "A"), "images": ["cat.png"]}, "`images` is not supported: train conversations with images"),
+        ({"prompt": "Q", "completion": "A", "audio": "a.wav"}, "`audio` is not supported: only text is"),
+        (
+            {"conversations": [{"from": "human", "value": "Q"}], "video": "v.mp4"},
+            "inside TRL's SFTTrainer, by longctx.trainers",
+        ),
         ({"messages": chat("Q", "A"), "loss_mask": [0, 1]}, "`loss_mask` is not supported: tools differ in what it means"),
         ({"conversations": [{"from": "human", "value": "Q"}], "mask": "User"}, "`mask` is not supported: tools differ"),
-        ({"messages": chat("Q", "A"), "rejected_messages": chat("R", "B")}, "both must begin with the same prompt"),
         ({"messages": chat("Q", "A"), "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` is not supported"),
     ],
 )
@@ -331,8 +241,6 @@ def test_keys_that_are_not_used_are_counted(tmp_path: Path, suffix: str, capsys:
 def test_of_two_answers_one_is_named(tmp_path: Path) -> None:
     (document,) = documents(tmp_path, {"prompt": "Q", "completion": "A", "response": "B", "input": "I", "id": None})
     assert document.messages[1]["content"] == "A" and document.unused == ("response", "input")
-    pair = documents(tmp_path, {"prompt": "Q", "chosen": "A", "rejected": "B", "score_chosen": 3, "label": 1})
-    assert [side.unused for side in pair] == [("score_chosen", "label"), ()]
 
 
 @pytest.mark.parametrize("turn", [{"name": "Bob"}, {"reasoning_content": "Hm."}, {"thinking": "Hm."}, {"id": 7}])
@@ -350,39 +258,6 @@ def test_chatml_names_what_it_leaves_out(tmp_path: Path, turn: dict[str, Any], c
 
 
 # --- stores of earlier versions
-
-
-@pytest.mark.parametrize(
-    ("record", "valid"),
-    [
-        ({"text": "x y", "source": "web"}, True),
-        ({"messages": chat("Q", "A"), "source": "web"}, True),
-        ({"instruction": "Q", "output": "A", "system": "S"}, True),
-        (flagged({"weight": 0}, "messages"), False),
-        ({"messages": chat("Q", "A"), "system": "S"}, False),
-        ({"instruction": "Q", "output": "A", "history": [["Q", "A"]]}, False),
-        ({"messages": chat("Q", "A"), "rejected_response": "B"}, False),
-        ({"messages": [*chat("Q"), {"role": "assistant", "content": "A", "reasoning_content": "R", "weight": 1}]}, True),
-        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "weight": 1}]}, True),
-        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "reasoning": "R"}]}, False),
-    ],
-)
-def test_stores_of_earlier_versions_are_valid_if_their_records_are_read_as_before(
-    tmp_path: Path, record: dict[str, Any], valid: bool
-) -> None:
-    corpus = open_corpus(str(written(tmp_path, [record])))
-    out, options = tmp_path / "store", {"tokenizer": "bytes"}
-    now = prepare(corpus, out, **options).manifest
-    assert not prepare(corpus, out, **options).made
-    content = json.loads((out / "manifest.json").read_text())
-    for key in ("reading", "unused", "left_out", "untrained_documents", "checksums", "checksum"):
-        del content[key]
-    if now.pairs:  # what earlier versions wrote of them
-        content["pairs"], content["formats"] = False, {"messages": 1}
-    (out / "manifest.json").write_text(json.dumps(content))
-    assert prepare(corpus, out, **options).made is not valid
-    assert not prepare(corpus, out, **options).made
-    assert Manifest.load(out).reading == (1 if valid else 2)
 
 
 def test_an_interrupted_preparation_goes_on(
@@ -431,23 +306,3 @@ def test_the_answer_is_that_of_the_format(tmp_path: Path, record: dict[str, Any]
     """Conversations may be their JSON."""
     store = made(tmp_path, [record])
     assert learnt(store) == "good<|im_end|>" and len(store.manifest.unused) == 1
-
-
-SHARES = [{"from": "human", "value": "Q"}]
-GOOD, BAD = {"from": "gpt", "value": "good"}, {"from": "gpt", "value": "bad"}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"conversations": SHARES, "chosen": GOOD, "rejected": BAD},
-        {"conversations": SHARES, "chosen": [GOOD], "rejected": [BAD]},
-        {"chosen": [*SHARES, GOOD], "rejected": [*SHARES, BAD]},
-        {"instruction": "Q", "input": "more", "chosen": "good", "rejected": "bad"},
-    ],
-)
-def test_pairs_of_sharegpt_and_alpaca(tmp_path: Path, record: dict[str, Any]) -> None:
-    store = made(tmp_path, [record])
-    assert [learnt(store, number) for number in (0, 1)] == ["good<|im_end|>", "bad<|im_end|>"]
-    tokens, _ = store.read(0, 0, int(store.lengths[0]))
-    assert ("more" in store.tokenizer.decode(tokens)) == ("input" in record) and not store.manifest.unused

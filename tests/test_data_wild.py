@@ -153,17 +153,8 @@ WILD: list[tuple[str, dict[str, Any], list[str], Sequence[str]]] = [
         (),
     ),
     ("OpenAI, nulls", {"messages": [Q, {**GOOD, "tool_calls": None, "refusal": None}]}, ["good"], ()),
-    ("OpenAI preference", {"messages": [Q], "chosen": [GOOD], "rejected": [BAD]}, ["good", "bad"], ()),
     ("Tulu", {"id": "t_1", "messages": [Q, GOOD], "source": "ai2/x", "dataset": "x"}, ["good"], ["dataset", "id", "source"]),
     ("UltraChat", {"prompt": "Q", "prompt_id": "f00", "messages": [Q, GOOD]}, ["good"], ["prompt", "prompt_id"]),
-    (
-        "UltraFeedback",
-        {"prompt": "Q", "chosen": [Q, GOOD], "rejected": [Q, BAD], "score_chosen": 8.5},
-        ["good", "bad"],
-        ["score_chosen"],
-    ),
-    ("HH-RLHF, explicit", {"prompt": "Q", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
-    ("Orca pairs", {"system": "S", "prompt": "Q", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
     ("Alpaca", {"instruction": "Q", "input": "", "output": "good", "text": "Below is"}, ["good"], ["text"]),
     ("Dolly", {"instruction": "Q", "context": "C", "response": "good", "category": "qa"}, ["good"], ["category", "context"]),
     (
@@ -172,25 +163,14 @@ WILD: list[tuple[str, dict[str, Any], list[str], Sequence[str]]] = [
         ["b", "good"],
         (),
     ),
-    ("LlamaFactory, alpaca pairs", {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"}, ["good", "bad"], ()),
     ("LlamaFactory, sharegpt", {"conversations": SHARED, "system": "S", "tools": "[]"}, ["good"], ()),
-    (
-        "LlamaFactory, sharegpt pairs",
-        {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "bad"}},
-        ["good", "bad"],
-        (),
-    ),
     ("LlamaFactory, KTO", {"messages": [Q, GOOD], "kto_tag": True}, ["good"], ()),
     ("LlamaFactory, KTO of sharegpt", {"conversations": SHARED, "kto_tag": True}, ["good"], ()),
     ("TRL, KTO", {"prompt": "Q", "completion": "good", "label": True}, ["good"], ()),
     ("TRL, KTO of messages", {"prompt": [Q], "completion": [GOOD], "label": True}, ["good"], ()),
     ("TRL, prompt and completion", {"prompt": [Q], "completion": [GOOD]}, ["good"], ()),
-    ("TRL, implicit prompt", {"chosen": [Q, GOOD], "rejected": [Q, BAD], "margin": 0.5}, ["good", "bad"], ["margin"]),
     ("ms-swift", {"query": "Q", "response": "good", "history": [["a", "b"]], "system": "S"}, ["good"], ()),
     ("ms-swift, loss by message", {"messages": [Q, {**BAD, "loss": False}, Q, {**GOOD, "loss": True}]}, ["good"], ()),
-    ("ms-swift, rejected answer", {"messages": [Q, GOOD], "rejected_response": "bad"}, ["good", "bad"], ()),
-    ("ms-swift, rejected messages", {"messages": [Q, GOOD], "rejected_messages": [Q, BAD]}, ["good", "bad"], ()),
-    ("ms-swift, query and rejected", {"query": "Q", "response": "good", "rejected_response": "bad"}, ["good", "bad"], ()),
     (
         "Axolotl, training by message",
         {"messages": [Q, {**BAD, "training": False}, Q, {**GOOD, "training": True}]},
@@ -226,26 +206,55 @@ def learnt_text(store: Store, document: int) -> str:
     return learnt(store, document).replace("<|im_end|>", "").removesuffix("\n<|endoftext|>")
 
 
+PREFERENCES: list[dict[str, Any]] = [
+    {"messages": [Q], "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": "Q", "chosen": [Q, GOOD], "rejected": [Q, BAD], "score_chosen": 8.5},
+    {"system": "S", "prompt": "Q", "chosen": "good", "rejected": "bad"},
+    {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
+    {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "bad"}},
+    {"chosen": "Human: Q Assistant: good", "rejected": "Human: Q Assistant: bad", "text": "Q"},
+    {"messages": [Q, GOOD], "rejected_response": "bad"},
+    {"conversations": SHARED, "rejected_messages": [Q, BAD]},
+    {"query": "Q", "response": "good", "rejected": "bad"},
+]
+MARKED: list[dict[str, Any]] = [
+    {"prompt": "Q", "completion": "bad", "label": False},
+    {"instruction": "Q", "output": "bad", "kto_tag": 0},
+    {"messages": [Q, BAD], "label": "False"},
+    {"conversations": SHARED, "label": 1.0},
+    *({"prompt": "Q", "completion": "bad", "label": mark} for mark in ("bad", "Undesirable", "No", -1)),
+    {"messages": [Q, BAD], "rating": -1},
+    {"messages": [Q, BAD], "feedback": "thumbs_down"},
+]
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ({"prompt": "Q", "completion": "bad", "label": False}, "may mark a bad answer"),
-        ({"messages": [Q, BAD], "kto_tag": False}, "may mark a bad answer"),
+        *(
+            (record, "may mark a bad answer: remove the record or the key, or train with it inside TRL's KTO")
+            for record in MARKED
+        ),
         ({"messages": [Q, {**GOOD, "weight": -0.5}]}, "it must be 0 or false for no loss, or 1 or true"),
         ({"messages": [Q, {**GOOD, "loss_scale": 2.0}]}, "has `loss_scale` 2.0"),
-        ({"messages": [Q, GOOD], "images": ["a.png"]}, "messages have 0 places"),
+        ({"messages": [Q, GOOD], "images": ["a.png"]}, "inside TRL's SFTTrainer"),
         ({"messages": [Q, GOOD], "chat_template_kwargs": {"enable_thinking": False}}, "use --template-set"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "there are 0 images"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "inside TRL's SFTTrainer"),
         ({"messages": [Q, GOOD], "documents": [{"title": "t"}]}, "write the documents into a message"),
-        ({"conversations": SHARED, "rejected_messages": [{**Q, "content": "R"}, BAD]}, "begin with the same prompt"),
         ({"conversation": SHARED}, "only conversation: name the text column"),
-        ({"chosen": "Human: Q Assistant: good", "rejected": "Human: Q Assistant: bad"}, "without a `prompt`: add the key"),
+        *((record, "makes a preference pair: train it inside TRL's DPOTrainer") for record in PREFERENCES),
     ],
 )
 def test_records_that_cannot_be_used_are_refused(tmp_path: Path, record: dict[str, Any], says: str) -> None:
     with pytest.raises(CorpusError, match=r"s\.jsonl:1: ") as caught:
         made(tmp_path, [record])
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("record", [*PREFERENCES, *MARKED])
+def test_what_trl_trains_is_refused_in_tables_too(tmp_path: Path, record: dict[str, Any]) -> None:
+    with pytest.raises(CorpusError, match=r"s\.parquet.* inside TRL's (DPO|KTO)Trainer, by longctx\.trainers"):
+        list(open_corpus(str(written(tmp_path, [record], "parquet"))).documents())
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -395,11 +404,7 @@ def test_reading_stops_at_a_limit(tmp_path: Path, options: dict[str, int], kept:
     assert prepare(limited, tmp_path / "store", tokenizer="bytes").manifest.limits == options
 
 
-def test_limits_count_pairs_once_and_token_ids_by_four(tmp_path: Path) -> None:
-    pairs = [{"prompt": "Q", "chosen": answer, "rejected": "B"} for answer in ("A", "B", "C", "D")]
-    source = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    names = [document.name for document in open_corpus(str(source), max_documents=2).documents()]
-    assert names == [f"pairs.jsonl:{line}#{side}" for line in (1, 3) for side in ("chosen", "rejected")]
+def test_limits_count_token_ids_by_four(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": IDS}] * 3)
     assert len(list(open_corpus(str(source), max_bytes=21).documents())) == 2
     with pytest.raises(CorpusError, match="max_documents is 0: it must be at least 1"):
@@ -495,7 +500,7 @@ def test_long_documents_are_truncated(side: str, span: tuple[int, int]) -> None:
     assert [(piece.start, piece.stop) for piece in subject.in_order()] == [span, (0, 9)]
     assert (subject.pieces, subject.dropped, subject.dropped_tokens, subject.longest) == (2, 0, 15, 10)
     with pytest.raises(SamplerError, match=r"never split or cut: set data\.long_documents to drop"):
-        sampler([25, 9], [True, True], long_documents=side, pairs=True)
+        sampler([25, 9], [True, True], long_documents=side, unsplit=("sources", "they are", "which drops both"))
 
 
 def test_a_truncated_piece_without_a_target_is_left_out(tmp_path: Path) -> None:
@@ -531,8 +536,6 @@ def test_prepare_has_the_same_words(
     assert store.lengths.max() == 301 and store.lengths[:-1].max() <= 120
 
 
-def test_pairs_are_dropped_but_not_truncated(tmp_path: Path) -> None:
-    with pytest.raises(ChatError, match="drop \\(the prompt of a pair cannot be cut\\)"):
-        made(tmp_path, [{"prompt": "Q" * 300, "chosen": "a", "rejected": "b"}], max_length=100, long_documents="truncate_left")
+def test_long_conversations_are_not_split(tmp_path: Path) -> None:
     with pytest.raises(ChatError, match="it must be one of error, drop, truncate_left, truncate_right"):
         made(tmp_path, [{"messages": [Q, GOOD]}], max_length=100, long_documents="split")

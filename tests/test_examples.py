@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from longctx.training.saved.export import export
 from tests import launched
-from tests.training_cases import steps_in
 from tests.workers import Workers
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -112,14 +108,6 @@ def test_an_example_runs_on_two_ranks(call: str) -> None:
     assert float(lines[-1][1]) < float(lines[0][1]) - 1
 
 
-@pytest.mark.slow
-def test_a_tiny_model_learns_to_read_digits_on_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "digit_images.py", tmp_path / "digits", "--steps", "300", "--images", "3000"]
-    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    before, after = map(float, re.findall(r"^(?:before|after) training ([\d.]+)%", printed, re.MULTILINE))
-    assert before < 30 and after > 75
-
-
 def test_the_transformers_example_is_short() -> None:
     """Less than sixty lines that are not blank, as promised."""
     lines = (EXAMPLES / "huggingface_ring.py").read_text("utf-8").splitlines()
@@ -148,44 +136,3 @@ def test_the_program_for_users_of_ring_flash_attn_runs_as_printed(tmp_path: Path
     (tmp_path / "program.py").write_text(program)
     one, two = (launched.run(tmp_path / "program.py", ranks=ranks)[0].split(", documents by degree ") for ranks in (1, 2))
     assert one[0] == two[0] and one[1] == "{1: 5}\n" and two[1] == "{1: 4, 2: 1}\n"
-
-
-def rewards(run: Path) -> list[tuple[int, float, float]]:
-    """Step, reward and norm of the gradient of all steps of a run."""
-    return [(step["step"], step["reward"], step["grad_norm"]) for step in steps_in(run)]
-
-
-def test_the_loop_of_reinforcement_learning_resumes_bit_by_bit_and_is_exported(tmp_path: Path) -> None:
-    example, run, settings = EXAMPLES / "rl_tiny.py", tmp_path / "run", ["train.steps=4", "checkpoint.every=2"]
-    settings.append(f"train.run_dir={run}")
-    printed, _ = launched.run(example, *settings, "--plot", tmp_path / "curve.png", ranks=2)
-    assert re.search(r"^4 steps in \d+ s$", printed, re.M) and (tmp_path / "curve.png").stat().st_size > 1000
-    uninterrupted = rewards(run)
-    assert [step for step, *_ in uninterrupted] == [1, 2, 3, 4]
-    assert len({reward for _, reward, _ in uninterrupted}) == 4 and max(reward for _, reward, _ in uninterrupted) < 0.3
-    export(run, tmp_path / "whole")
-    shutil.rmtree(run / "checkpoints" / "step-000004")
-    launched.run(example, *settings, "--resume", ranks=2)
-    assert rewards(run) == uninterrupted
-    export(run, tmp_path / "resumed")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
-    assert weights[0] == weights[1]
-    _, errors = launched.run(example, *settings, ranks=2, status=1)
-    assert "contains a run with a checkpoint at step 4" in errors
-
-
-def test_the_loop_of_reinforcement_learning_learns_the_same_with_split_matrices(tmp_path: Path) -> None:
-    """The engine takes the weights from two tensor ranks as from two shards."""
-    of_splits = []
-    for split in ("parallel.tensor_parallel_size=1", "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"):
-        run = tmp_path / split
-        launched.run(EXAMPLES / "rl_tiny.py", "train.steps=3", f"train.run_dir={run}", split, ranks=2)
-        of_splits.append([(step, pytest.approx(reward), pytest.approx(norm, rel=1e-3)) for step, reward, norm in rewards(run)])
-        assert rewards(run) == of_splits[0]
-
-
-@pytest.mark.slow
-def test_a_tiny_model_learns_to_copy_from_rewards_for_its_own_samples(tmp_path: Path) -> None:
-    launched.run(EXAMPLES / "rl_tiny.py", f"train.run_dir={tmp_path / 'run'}", ranks=2)
-    learned = [reward for _, reward, _ in rewards(tmp_path / "run")]
-    assert max(learned[:5]) < 0.2 and min(learned[-5:]) > 0.9

@@ -36,16 +36,6 @@ def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_pa
     assert set().union(*found) == ONCE
 
 
-def test_preferences_wait_once_more(workers: Workers, tmp_path: Path) -> None:
-    """DPO weighs a step by the log-probabilities of a pass before it."""
-    from tests.lora_cases import make_checkpoint
-    from tests.preference_cases import SETTINGS, make_pairs
-
-    settings = [*SETTINGS, f"model.from_pretrained={make_checkpoint(tmp_path, 'llama')}", "batch.tokens_per_rank=250"]
-    found = workers.run(waits_of_a_step, 2, make_pairs(tmp_path), tmp_path / "run", settings)
-    assert set().union(*found) == {*ONCE, "cpu at document_sums"}
-
-
 def test_waits_are_found() -> None:
     labels, hidden, weight = torch.tensor([-100, 1, -100, -100]), torch.ones(4, 2), torch.ones(3, 2)
     watch = HostWaits()

@@ -1,11 +1,9 @@
-"""Merging in training: what documents of a step, or the two of a pair, share is computed once, and the loss stays the same."""
+"""Merging in training: what documents of a step share is computed once, and the loss stays the same."""
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
-from longctx.config.combinations import merges_prefixes, why_apart
 from longctx.data.corpus import open_corpus
 from longctx.data.loader import Loader
 from longctx.data.merging import Merging
@@ -23,17 +20,14 @@ from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.data.trees import merge_prefixes
 from longctx.planning.planners.planner import make_plan
-from longctx.start import _notes
 from longctx.training.data import plan_steps
 from longctx.training.metrics import mean_speed
-from longctx.training.objectives.objective import TokenMean, document_sums
-from tests import preference_cases
+from longctx.training.objectives.objective import token_mean
 from tests.data_cases import PROFILE, byte_store, text_of, write_jsonl
-from tests.lora_cases import ALPHA, RANK, make_checkpoint
+from tests.lora_cases import ALPHA, RANK, make_checkpoint, settings_of
 from tests.marks import examples, slow_unless
 from tests.merging_cases import APART, MERGED, SETTINGS, distance, make_group_store, train
-from tests.preference_cases import make_pairs
-from tests.training_cases import CPU, SMALL
+from tests.training_cases import SMALL
 from tests.workers import Workers
 
 NATIVE = ["model.implementation=native", "batch.tokens_per_rank=250"]
@@ -44,24 +38,12 @@ SPLITS = {
     "two tensor ranks": (4, ["batch.tokens_per_rank=400", "parallel.tensor_parallel_size=2"]),
     "a pipeline": (4, ["batch.tokens_per_rank=400", "parallel.pipeline_parallel_size=2"]),
 }
-PAIRS = {
-    "alone": (1, ["batch.tokens_per_rank=500"]),
-    "three ranks": (3, ["batch.tokens_per_rank=200"]),
-    "adapters": (2, ["batch.tokens_per_rank=250", f"lora.rank={RANK}", f"lora.alpha={ALPHA}"]),
-    "two tensor ranks": (4, [*NATIVE, "parallel.tensor_parallel_size=2"]),
-    "a pipeline": (4, [*NATIVE, "parallel.pipeline_parallel_size=2"]),
-}
 FAST = ("alone", "three ranks")
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_group_store(tmp_path_factory.mktemp("groups"))
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="module")
@@ -92,38 +74,17 @@ def test_training_is_that_of_documents_apart(
         assert distance(found["weights"], apart["weights"]) < 1e-6
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in FAST, PAIRS))
-def test_pairs_are_those_apart(workers: Workers, pairs: Path, tmp_path: Path, name: str) -> None:
-    """`test_preference` compares merged pairs, the default, with TRL."""
-    ranks, settings = PAIRS[name]
-    checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
-    settings = [f"model.from_pretrained={checkpoint}", *settings, "eval.every=4", f"eval.store={pairs}"]
-    merged, apart = (
-        workers.run(preference_cases.run, ranks, pairs, tmp_path / name, [*settings, *more])[0]
-        for name, more in (("merged", []), ("apart", [APART]))
-    )
-    for step, (row, other) in enumerate(zip(merged["rows"], apart["rows"], strict=True)):
-        assert row["computed_tokens"] < 0.8 * row["tokens"] and other["computed_tokens"] is None
-        for key in ("loss", "grad_norm", "reward_margin"):
-            # rounding grows by the large steps of so large a β
-            assert row[key] == pytest.approx(other[key], rel=1e-5 if step else 1e-6, abs=1e-5), (step, key)
-    for key in ("validation_loss", "validation_accuracy", "validation_tokens"):
-        assert merged["rows"][-1][key] == pytest.approx(apart["rows"][-1][key], rel=1e-5)
-    sums = [np.load(tmp_path / of / "reference.npz")["sums"] for of in ("merged", "apart")]
-    np.testing.assert_allclose(*sums, rtol=1e-6)
-    assert merged["last"].keys() == apart["last"].keys()
-    assert distance(merged["last"], apart["last"]) < 1e-6
-
-
-@pytest.mark.slow
-def test_states_of_linear_attention_branch(workers: Workers, pairs: Path, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2)
-    settings = [f"model.from_pretrained={checkpoint}", "batch.tokens_per_rank=250", "train.steps=1"]
-    merged, apart = (
-        workers.run(preference_cases.run, 2, pairs, tmp_path / which, [*settings, which])[0] for which in (MERGED, APART)
-    )
-    assert merged["rows"][0]["computed_tokens"] and merged["split"]
-    assert merged["rows"][0]["grad_norm"] == pytest.approx(apart["rows"][0]["grad_norm"], rel=1e-6)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_adapters_and_linear_attention_train_as_on_documents_apart(
+    workers: Workers, groups: Path, tmp_path: Path, kind: str
+) -> None:
+    settings = settings_of(make_checkpoint(tmp_path, kind), *SETTINGS, "batch.tokens_per_rank=400", "train.steps=1")
+    settings += [f"lora.rank={RANK}", f"lora.alpha={ALPHA}"] * (kind == "llama")
+    merged, apart = (workers.run(train, 2, groups, tmp_path / each, [*settings, each])[0] for each in (MERGED, APART))
+    assert merged["rows"][0]["computed_tokens"] < 0.8 * merged["rows"][0]["tokens"]
+    assert any(int(degree) > 1 for degree in merged["rows"][0]["degrees"])
+    for key in ("loss", "grad_norm"):
+        assert merged["rows"][0][key] == pytest.approx(apart["rows"][0][key], rel=1e-5), key
     assert distance(merged["gradients"], apart["gradients"]) < 1e-5
 
 
@@ -140,7 +101,7 @@ def whole_pieces(store: Store) -> list[Piece]:
     return [Piece(document, 0, int(length)) for document, length in enumerate(store.lengths)]
 
 
-def test_what_is_merged(groups: Path, pairs: Path) -> None:
+def test_what_is_merged(groups: Path) -> None:
     store = Store.open(groups)
     merged = Merging(2000, 300).of(store, whole_pieces(store))
     assert merged is not None
@@ -154,12 +115,6 @@ def test_what_is_merged(groups: Path, pairs: Path) -> None:
     small = Merging(700, 300).of(store, whole_pieces(store))
     assert small is not None and max(small.lengths) <= 700 and len(small.tokens) > len(merged.tokens)
     assert Merging(2000, 300).of(store, whole_pieces(store)[14:19]) is None
-    store = Store.open(pairs)
-    by_pair = Merging(2000, 300).of(store, whole_pieces(store))
-    assert by_pair is not None and all(by_pair.rows[i][0] <= by_pair.rows[i + 1][0] for i in range(len(store) - 1))
-    assert len(by_pair.trees) == len(store) // 2
-    twice = Merging(2000, 300).of(store, whole_pieces(store)[:2] * 2)
-    assert twice is not None and [document for document, _ in twice.rows] == [0, 0, 1, 1], "pairs of one prompt stay apart"
 
 
 def test_what_all_documents_share_is_not_enough(tmp_path: Path) -> None:
@@ -204,7 +159,7 @@ def test_the_first_steps_are_planned_with_trees(groups: Path, capsys: pytest.Cap
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.data())
-def test_sums_and_weights_are_those_of_the_sequences(data: st.DataObject) -> None:
+def test_weights_are_those_of_the_sequences(data: st.DataObject) -> None:
     """Over the shares of all ranks, with any value on every row of the documents."""
     count, ranks = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 3))
     sequences = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=count, max_size=count))
@@ -214,8 +169,7 @@ def test_sums_and_weights_are_those_of_the_sequences(data: st.DataObject) -> Non
     plan = make_plan(merged.lengths, trees=merged.trees, ranks=ranks, tokens_per_rank=32, profile=PROFILE)
     of_rows = [torch.arange(1.0, 1 + length) * 7 % 11 for length in merged.lengths]
     names = tuple(map(str, range(len(plan.lengths))))
-    alone: Any = SimpleNamespace(counts=True, sum=lambda values: values)
-    sums, total = torch.zeros(count, dtype=torch.float64), 0.0
+    total = 0.0
     for rank in range(ranks):
         packed, _ = pack_documents(plan, rank, merged.tokens, merged.labels, shift=False, pad_to_multiple_of=2)
         values = [torch.full((len(micro_batch.tokens),), 99.0) for micro_batch in packed]
@@ -225,14 +179,12 @@ def test_sums_and_weights_are_those_of_the_sequences(data: st.DataObject) -> Non
                 row[shard.offset : shard.offset + shard.tokens] = held
         options = {"weights": tuple(factors), "target_weight": 1.0, "rows": merged.rows}
         batch = StepBatch(1, plan, names, sum(map(len, sequences)), 1, tuple(packed), **options)
-        sums += document_sums(batch, values, alone)
-        tokens = TokenMean().weights(batch).tokens
+        tokens = token_mean(batch).tokens
         assert tokens is not None
         for micro_batch, row, weight in zip(packed, values, tokens, strict=True):
             total += float((row * weight)[micro_batch.labels != -100].sum())
     targets = [torch.tensor([*label[1:], -100]) != -100 for label in labels]
     expected = [float(of_rows[at][rows][kept].sum()) for (at, rows), kept in zip(merged.rows, targets, strict=True)]
-    assert sums.tolist() == expected
     assert total == pytest.approx(sum(factor * each for factor, each in zip(factors, expected, strict=True)))
 
 
@@ -249,18 +201,4 @@ def test_what_is_not_exact_is_refused(name: str) -> None:
     settings = [*SMALL, *REFUSED[name]]
     with pytest.raises(ConfigError, match=rf"data\.merge_prefixes = true\n.*not possible where .*{name}") as refused:
         load(None, [*settings, MERGED], world_size=1)
-    assert "omit it" in str(refused.value), "no way out"
-    config = load(None, settings, world_size=1)
-    assert not merges_prefixes(config) and why_apart(config)
-
-
-def test_pairs_are_merged_by_default_where_that_is_exact() -> None:
-    experts = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.router_bias=true"]
-    config = load(None, [*SMALL, "dpo.beta=0.1"], world_size=1)
-    assert merges_prefixes(config) and not _notes(config, CPU)
-    assert not merges_prefixes(load(None, [*SMALL, "dpo.beta=0.1", APART], world_size=1))
-    assert not merges_prefixes(load(None, SMALL, world_size=1))
-    config = load(None, [*SMALL, "dpo.beta=0.1", *experts], world_size=1)
-    (line,) = _notes(config, CPU)
-    assert not merges_prefixes(config) and line.startswith("data.merge_prefixes is off, as it is not possible where balance.")
-    assert merges_prefixes(load(None, [*SMALL, "dpo.beta=0.1", *experts, "balance.bias_rate=0"], world_size=1))
+    assert "set it to false" in str(refused.value), "no way out"

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 import longctx.data.writer
 from longctx.cli import main
 from longctx.data.chat import ChatError
-from longctx.data.corpus import CorpusError
 from longctx.data.loader import plan_step, read_step
 from longctx.data.sampler import Piece
 from longctx.data.store import IGNORED_LABEL, Store
 from longctx.errors import UserError
 from longctx.training.checks import check_model
 from longctx.training.data import RunData
-from longctx.training.objectives.objective import TokenMean
+from longctx.training.objectives.objective import token_mean
 from tests.data_cases import byte_store, interrupt, made, random_plan, written
 from tests.template_cases import FAMILIES, chat
 from tests.training_cases import SMALL, load
@@ -134,12 +133,9 @@ def test_cut_documents_keep_the_weights_of_their_tokens(tmp_path: Path, way: str
     assert weights_of(made(tmp_path, given, max_length=3, long_documents=way)) == kept
 
 
-def test_pairs_and_all_tokens_have_no_weights_of_messages(tmp_path: Path) -> None:
+def test_all_tokens_have_no_weights_of_messages(tmp_path: Path) -> None:
     asked, good = chat("Q", "good")
     light = {**good, "weight": 0.5}
-    pair = {"chosen": [asked, light], "rejected": [asked, {**good, "content": "bad"}]}
-    with pytest.raises(CorpusError, match=r"s\.jsonl:1: message 1 of the chosen answer has `weight` 0.5: .* weigh 0 or 1"):
-        made(tmp_path, [pair])
     with pytest.raises(ChatError, match=r"message 1 has weight 0\.5, but --train-on all trains on every token"):
         made(tmp_path, [{"messages": [asked, light]}], train_on="all")
 
@@ -156,7 +152,7 @@ def test_every_label_has_its_weight_on_some_rank(weighted: Path, seed: int, rank
     found, divisors = np.zeros((len(pieces), max(plan.lengths))), set()
     for rank in range(ranks):
         batch = read_step(store, pieces, plan, rank)
-        weights = TokenMean().weights(batch)
+        weights = token_mean(batch)
         divisors.add(weights.divisor)
         for micro_batch, of_rows in zip(batch.micro_batches, weights.tokens or (), strict=True):
             counted = torch.as_tensor(of_rows).where(micro_batch.labels != IGNORED_LABEL, 0).numpy()

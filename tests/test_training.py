@@ -406,7 +406,7 @@ def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     step = {"step": 1, "loss": 2.5, "degrees": {"1": 3}, "tokens": 7, "step_time_s": 1.0, "predicted_s": 1.0}
-    numbers = {name: 0 for name in StepMetrics.__dataclass_fields__ if not name.startswith(("validation", "reward", "source"))}
+    numbers = {name: 0 for name in StepMetrics.__dataclass_fields__ if not name.startswith(("validation", "source"))}
     for after_step in (0, 1, 0):
         wandb = WandbSetting(project="mine", entity="team", tags=["long"])
         log = MetricsLog(tmp_path, after_step=after_step, tensorboard=False, wandb=wandb, settings={"train": {"steps": 3}})
@@ -419,7 +419,7 @@ def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: p
 
 def test_the_console_shows_some_steps_and_those_that_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (Path(__file__).parent / "recorded_metrics.jsonl").read_text("utf-8").splitlines()
-    steps = [StepMetrics(**{**json.loads(line), "validation_loss": None, "validation_accuracy": None}) for line in lines[:12]]
+    steps = [StepMetrics(**{**json.loads(line), "validation_loss": None}) for line in lines[:12]]
     steps[7] = replace(steps[7], validation_loss=6.0)
     steps[8] = replace(steps[8], skipped=True)
     log = MetricsLog(tmp_path, after_step=0, tensorboard=False, every=5, last_step=12)

@@ -30,7 +30,7 @@ from longctx.planning.tree import Tree
 from longctx.plots.bins import fill_bins
 from longctx.plots.timeline import timeline
 from longctx.training.objectives.balance import Balance
-from longctx.training.objectives.objective import TokenMean, document_sums
+from longctx.training.objectives.objective import token_mean
 from tests.marks import examples
 from tests.test_plan_properties import H100, profiles, requests
 from tests.tree_cases import sequences, tree_of, trees
@@ -285,12 +285,6 @@ def test_trees_that_save_little_stay_small() -> None:
     assert len(merge_prefixes(books, tokens_per_rank=500).trees) == 1
 
 
-def test_only_sequences_of_a_group_are_merged() -> None:
-    sequences, groups = [[*range(50), number] for number in range(6)], [4, 0, 4, 1, 0, 4]
-    merged = merge_prefixes(sequences, groups=groups)
-    assert [document for document, _ in merged.rows] == [0, 1, 0, 2, 1, 0] and len(merged.trees) == 2
-
-
 def tree_step(**changes: Any) -> StepBatch:
     """Returns a step of a tree and a document on one rank, packed."""
     merged = merge_prefixes([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5], [6, 7]])
@@ -302,11 +296,11 @@ def tree_step(**changes: Any) -> StepBatch:
 def test_the_loss_counts_rows_for_all_their_sequences() -> None:
     batch = tree_step()
     (micro_batch,) = batch.micro_batches
-    weights = TokenMean().weights(batch)
+    weights = token_mean(batch)
     assert weights.divisor == 10 and weights.tokens is not None
     counted = weights.tokens[0][micro_batch.labels != -100]
     assert sorted(counted.tolist()) == [1, 1, 2, 3, 3] and counted.sum() == weights.divisor
-    doubled = TokenMean().weights(replace(batch, weights=(2.0, 1.0)))
+    doubled = token_mean(replace(batch, weights=(2.0, 1.0)))
     assert doubled.tokens is not None and sorted(doubled.tokens[0][micro_batch.labels != -100].tolist()) == [1, 2, 4, 6, 6]
 
 
@@ -320,8 +314,6 @@ def test_what_cannot_be_exact_is_refused() -> None:
         pack_documents(plan, 0, documents, shift=False, ahead=1)
     with pytest.raises(PackingError, match="has 1 trees, which encoder-decoders cannot read"):
         pack_seq2seq(plan, 0, documents, documents, start_token=0)
-    with pytest.raises(UserError, match="has 1 trees, but this objective needs the log-probability of every sequence"):
-        document_sums(batch, [], cast("Any", None))
     with pytest.raises(UserError, match="has 1 trees, but losses of experts count every sequence"):
         Balance(cast("Any", [router]), 0.0, cast("Any", None)).documents(plan, micro_batch.layout, 10)
     with pytest.raises(AttentionInputError, match="document 0 is a tree, whose sequences share tokens"):

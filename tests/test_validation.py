@@ -6,16 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from longctx.attention import RingAttention
 from longctx.cli import main
 from longctx.config import load
-from longctx.data.sampler import Sampler, SamplerError, held_out
+from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
 from longctx.training.metrics import MetricsLog, StepMetrics
-from longctx.training.validation import Documents
+from longctx.training.validation import Documents, in_steps
 from tests.data_cases import placed_plan
 from tests.marks import slow_unless
 from tests.training_cases import SMALL, start
@@ -182,3 +184,13 @@ def test_tensorboard_and_console_show_it(
     assert seen["plan/documents_at_degree/1"] == rows[-1]["degrees"]["1"]
     assert seen["memory/peak_memory_bytes"] == rows[-1]["peak_memory_bytes"]
     assert f"validation loss {rows[-1]['validation_loss']:.3f} on " in capfd.readouterr().out
+
+
+@given(lengths=st.lists(st.integers(1, 40), max_size=12), tokens=st.integers(1, 100))
+def test_a_pass_takes_all_pieces_in_steps_that_are_just_long_enough(lengths: list[int], tokens: int) -> None:
+    pieces = [Piece(document, 0, length) for document, length in enumerate(lengths)]
+    steps = list(in_steps(pieces, tokens))
+    assert [piece for step in steps for piece in step] == pieces
+    for step in steps[:-1]:
+        assert sum(piece.length for piece in step) >= tokens > sum(piece.length for piece in step[:-1])
+    assert all(sum(piece.length for piece in step[:-1]) < tokens for step in steps[-1:])

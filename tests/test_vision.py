@@ -1,102 +1,122 @@
-"""Vision-language models: loss and gradients of transformers' own code, however documents and their images are split."""
+"""Vision-language models in `longctx train`: texts train their language model as transformers' own code does."""
 
-import re
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+from longctx.cli import main
 from longctx.config import load
-from longctx.model.vision import VISION_FAMILIES
-from tests import vision_cases
+from longctx.data.prepare import prepare
+from longctx.errors import UserError
+from longctx.model.lora import find_targets
+from longctx.model.vision import VISION_FAMILIES, tower_blocks, tower_sizes
+from tests import pretrained_cases
+from tests.data_cases import learnt, made, whole, write_jsonl
+from tests.huggingface_cases import make_documents, unpacked
 from tests.marks import slow_unless
-from tests.pretrained_cases import assert_step
+from tests.pretrained_cases import Step, assert_step
+from tests.vision_cases import CONFIGS, pixels, places_of, save_checkpoint, save_model
+from tests.vision_trainer_cases import chat
 from tests.workers import Workers
 
-RANKS = [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)]
+
+def built(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_a_step_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
-    folder = vision_cases.save_model(tmp_path / "model", family)
-    assert_step(workers.run(vision_cases.vision_step, ranks, folder, family, []), vision_cases.reference(folder, family))
+def reference(folder: Path) -> Step:
+    """Returns the loss over single documents of text, gradients and state of a model by transformers' own code."""
+    model = built(folder)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    loss, _ = unpacked(model, make_documents())
+    return loss, {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in model.named_parameters()}, state
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
-def test_adapters_are_on_the_language_model(workers: Workers, tmp_path: Path, family: str) -> None:
-    """With B = 0 the loss is that of the checkpoint; only adapters of the language model get gradients."""
-    folder = vision_cases.save_model(tmp_path / "model", family)
-    expected, *_ = vision_cases.reference(folder, family)
-    for loss, gradients, _ in workers.run(vision_cases.vision_step, 2, folder, family, ["lora.rank=4"]):
+@pytest.mark.parametrize("family", slow_unless(lambda family: family in ("qwen3_vl", "gemma3"), VISION_FAMILIES))
+def test_a_step_on_texts_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str) -> None:
+    folder = save_model(tmp_path / "model", family)
+    assert_step(workers.run(pretrained_cases.step, 2, folder, []), reference(folder))
+
+
+def test_adapters_are_on_the_language_model(workers: Workers, tmp_path: Path) -> None:
+    """With B = 0 the loss is that of the checkpoint."""
+    folder = save_model(tmp_path / "model", "qwen3_vl")
+    expected, *_ = reference(folder)
+    for loss, gradients, _ in workers.run(pretrained_cases.step, 2, folder, ["lora.rank=4"]):
         assert loss == pytest.approx(expected, rel=1e-5)
         trained = {name for name, gradient in gradients.items() if gradient.any()}
         assert trained and all(".language_model." in name and ".lora_B." in name for name in trained)
+    twin = built(folder)
+    assert all(".language_model." in name for name in find_targets(twin, "all-linear"))
+    with pytest.raises(ValueError, match=r"no layer is called visual\.qkv: Qwen3VL.* has the linear layers down_proj"):
+        find_targets(twin, ["visual.qkv"])
 
 
-@pytest.mark.parametrize("family", slow_unless(lambda family: family in ("llava", "gemma3"), VISION_FAMILIES))
-def test_a_pixel_reaches_its_own_document_only(workers: Workers, tmp_path: Path, family: str) -> None:
-    folder = vision_cases.save_model(tmp_path / "model", family)
-    before, after = (workers.run(vision_cases.row_losses, 2, folder, family, spoiled) for spoiled in (None, (0, 1)))
-    first = vision_cases.places_of(family)[0][1].start
-    for rank in range(2):
-        for document, position, one, other in zip(*before[rank][:2], before[rank][2], after[rank][2], strict=True):
-            if document or position < first - 1:
-                assert one == other, (document, position)
-    assert any(one != other for rank in range(2) for one, other in zip(before[rank][2], after[rank][2], strict=True))
-
-
-WAYS = {
-    "reduced after each": ("qwen3_vl", ["parallel.reduce_after=micro_batch"]),
-    "gathered": ("qwen2_5_vl", ["parallel.reshard_after=step", "context.keep_kv=true"]),
-    "recomputed": ("gemma3", ["train.recompute=full"]),
-    "Ulysses": ("gemma3", ["context.ulysses_degree=2"]),
-    "replicas": ("llava", ["parallel.shard_ranks=1"]),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_is_the_same_in_every_way(workers: Workers, tmp_path: Path, way: str) -> None:
-    family, settings = WAYS[way]
-    folder = vision_cases.save_model(tmp_path / "model", family)
-    expected = vision_cases.reference(folder, family)
-    assert_step(workers.run(vision_cases.vision_step, 2, folder, family, settings), expected)
-
-
-@pytest.mark.parametrize("family", slow_unless(lambda family: family == "qwen3_vl", VISION_FAMILIES))
-def test_a_step_in_bfloat16_is_close(workers: Workers, tmp_path: Path, family: str) -> None:
-    folder = vision_cases.save_model(tmp_path / "model", family)
-    loss, gradients, _ = vision_cases.reference(folder, family)
-    for found, found_gradients, _ in workers.run(vision_cases.vision_step, 2, folder, family, ["train.dtype=bfloat16"]):
-        assert found == pytest.approx(loss, rel=0.02)
-        norms = [sum(float(part.norm()) ** 2 for part in parts.values()) for parts in (found_gradients, gradients)]
-        assert norms[0] == pytest.approx(norms[1], rel=0.2)
+def test_an_encoder_of_images_alone_is_not_trained(workers: Workers, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "gemma3")
+    with pytest.raises(AssertionError, match=r"train\.freeze leaves only the encoder of images to be trained"):
+        workers.run(pretrained_cases.step, 1, folder, [r"train.freeze=['\.language_model\.']"])
 
 
 def test_a_spec_has_all_parameters(tmp_path: Path) -> None:
     for family in VISION_FAMILIES:
-        source = load(None, [f"model.from_pretrained={vision_cases.save_model(tmp_path / family, family)}"]).model_source()
+        source = load(None, [f"model.from_pretrained={save_model(tmp_path / family, family)}"]).model_source()
         with torch.device("meta"):
             model = source.build()
         assert abs(source.spec.parameters - sum(weight.numel() for weight in model.parameters())) <= 64  # of norms
         tower = sum(weight.numel() for name, weight in model.named_parameters() if ".language_model." not in name)
         assert source.spec.tower_parameters == tower - (0 if source.spec.tie_word_embeddings else 96 * 32)
+        assert len(model.tower) == len(tower_blocks(model.hf)) == 3 and not source.spec.tower_values
 
 
-@pytest.mark.parametrize(
-    ("family", "frozen"),
-    [("qwen2_5_vl", r"\.visual\."), ("gemma3", r"\.language_model\."), ("qwen3_vl", r"language_model\.(embed|layers\.0)")],
-    ids=["encoder", "language model", "first layers"],
-)
-def test_frozen_parts_get_no_gradient(workers: Workers, tmp_path: Path, family: str, frozen: str) -> None:
-    """Ranks without tokens of images take part in the backward of those with some."""
-    folder = vision_cases.save_model(tmp_path / "model", family)
-    loss, gradients, state = vision_cases.reference(folder, family)
-    expected = loss, {name: 0 * part if re.search(frozen, name) else part for name, part in gradients.items()}, state
-    assert_step(workers.run(vision_cases.vision_step, 2, folder, family, [f"train.freeze=['{frozen}']"]), expected)
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_values_that_an_encoder_keeps_are_those_that_torch_saves(tmp_path: Path, family: str) -> None:
+    large = {**CONFIGS[family]["vision_config"], "hidden_size": 96, "intermediate_size": 256}
+    large |= {"num_hidden_layers": 4} if family == "llava" else {"depth": 4}
+    model = built(save_model(tmp_path / "model", family, vision_config=large))
+    own, kept = {weight.data_ptr() for weight in model.parameters()}, dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        features = model.base_model.get_image_features(**pixels(family, [(3, 0)]), return_dict=True)
+    assert features is not None
+    tokens = places_of(family)[3][0].tokens
+    assert sum(kept.values()) / 4 / tokens == pytest.approx(tower_sizes(model)[1], rel=0.35)
 
 
-def test_a_frozen_language_model_needs_images(workers: Workers, tmp_path: Path) -> None:
-    folder = vision_cases.save_model(tmp_path / "model", "gemma3")
-    with pytest.raises(AssertionError, match=r"train\.freeze leaves only the encoder of images to be trained"):
-        workers.run(vision_cases.step_without_images, 1, folder, "gemma3", [r"train.freeze=['\.language_model\.']"])
+def test_models_that_read_images_are_told_where_these_are_trained(tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]
+    records: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]},
+        {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A."}], "images": ["cat.png"]},
+        {"conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "A."}], "video": "v.mp4"},
+    ]
+    for record in records:
+        source = write_jsonl(tmp_path / "s.jsonl", [record])
+        with pytest.raises(UserError, match=r"s\.jsonl:1: .*: train conversations with images or videos inside TRL's SFT"):
+            prepare(str(source), tmp_path / "store", tokenizer="bytes")
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_templates_of_these_models_take_lists(tmp_path: Path, family: str) -> None:
+    """Also a template that is beside the tokenizer alone, as LLaVA 1.5 has it."""
+    checkpoint, record = save_checkpoint(tmp_path / "model", family), {"messages": chat("What?", "A cat.")}
+    first = made(tmp_path, [record], tokenizer=checkpoint)
+    template = (checkpoint / "chat_template.jinja").read_text()
+    assert learnt(first).startswith("A cat.") and "What?" in whole(first, 0)
+    (checkpoint / "chat_template.jinja").unlink()
+    (checkpoint / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert whole(made(tmp_path, [record], tokenizer=checkpoint), 0) == whole(first, 0)
+
+
+def test_generate_tells_what_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(save_checkpoint(tmp_path / "model", "llava")), "--chat", "What?"]) == 2
+    assert "reads images (llava), which this command does not" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Images in trainers of transformers and TRL: what one plain process computes from documents one by one."""
 
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -9,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.data.image_sources import ImagePlace
-from longctx.model.vision import VISION_FAMILIES, weights_of_images
+from longctx.model.vision import VISION_FAMILIES, ImagePlace, weights_of_images
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.documents import rows_of
 from longctx.trainers.exchange import Known
 from longctx.trainers.images import DocumentImages, exchange_pixels, images_of_rows
-from tests import video_cases, vision_cases
-from tests.data_cases import placed_plan
+from tests import launched, video_cases, vision_cases
+from tests.data_cases import placed_plan, write_jsonl
 from tests.marks import slow_unless
 from tests.test_trainers import assert_equal
 from tests.test_vision_work import FREE, imbalance, operations
 from tests.trainer_cases import PROFILE
-from tests.vision_trainer_cases import MANY_IMAGES, alone, finetune, plan_with_images, train
+from tests.vision_trainer_cases import MANY_IMAGES, alone, chat, finetune, picture, plan_with_images, train
 from tests.workers import Workers
 
 
@@ -267,3 +267,22 @@ def test_memory_counts_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     dynamic_context_parallel(ours, profile=PROFILE)
     assert seen[0].tower_parameters == sum(weight.numel() for weight in weights_of_images(ours.model)) > 0
     restore(ours)
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path, repository: Path) -> None:
+    page = (repository / "docs" / "vision.md").read_text("utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    model = vision_cases.save_checkpoint(tmp_path / "model", "llava")
+    for number in range(4):
+        picture(number, 20, 24 + number).save(tmp_path / f"{number}.png")
+    records = [{"messages": chat("What? " * (1 + n)), "images": [str(tmp_path / f"{n}.png")]} for n in range(4)]
+    write_jsonl(tmp_path / "chats.jsonl", records)
+    settings = 'SFTConfig("run", max_length=None, bf16=False, use_cpu=True, max_steps=2, report_to="none")'
+    changes = {"Qwen/Qwen2.5-VL-3B-Instruct": str(model), "chats.jsonl": str(tmp_path / "chats.jsonl")}
+    changes |= {'SFTConfig("run", max_length=None)': settings, '"run"': f'"{tmp_path / "run"}"', "bfloat16": "float32"}
+    for old, new in changes.items():
+        assert old in program
+        program = program.replace(old, new)
+    (tmp_path / "program.py").write_text(program)
+    printed, _ = launched.run(tmp_path / "program.py", ranks=2)
+    assert "documents are split over 2 ranks" in printed and "'train_loss'" in printed

@@ -12,13 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from longctx.config import load
-from longctx.data.image_shares import Places, encoding_ranks
-from longctx.data.image_sources import ImagePlace
-from longctx.data.loader import plan_step
-from longctx.data.sampler import Piece
 from longctx.model.presets import PRESETS
-from longctx.model.vision import VISION_FAMILIES, tower_spec
+from longctx.model.vision import VISION_FAMILIES, ImagePlace, tower_spec
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed
@@ -27,11 +22,8 @@ from longctx.planning.image_work import ImageWork, spread_images
 from longctx.planning.plan import Plan
 from longctx.planning.planners import static
 from longctx.planning.planners.planner import make_plan
-from longctx.training.data import make_planner
-from longctx.training.metrics import model_flops
-from longctx.training.run_profile import run_profile
+from longctx.trainers.image_shares import Places, encoding_ranks
 from tests import vision_cases
-from tests.image_cases import SETTINGS, make_store
 
 FREE = HardwareProfile.from_dict(
     {
@@ -169,22 +161,3 @@ def test_predicted_times_are_at_least_those_of_the_ranks_and_of_the_bound(mode: 
         assert slowest * SPEED.s_per_flop <= plan.makespan_s * (1 + 1e-9)
         without = make_plan(lengths, ranks=6, tokens_per_rank=1500, profile=FREE, mode=mode)
         assert plan.lower_bound_s > without.lower_bound_s and plan.hash != without.hash
-
-
-@pytest.mark.parametrize(("settings", "share"), [([], 1.0), (["train.freeze=['\\.visual\\.']"], 0.0), (["lora.rank=4"], 0.0)])
-def test_a_run_counts_the_images_of_its_store(tmp_path: Path, settings: list[str], share: float) -> None:
-    checkpoint = vision_cases.save_checkpoint(tmp_path / "model", "qwen2_5_vl")
-    store = make_store(tmp_path, checkpoint)
-    config = load(None, [*SETTINGS, f"model.from_pretrained={checkpoint}", f"data.store={tmp_path / 'store'}", *settings])
-    spec = config.model_source().spec
-    pieces = [Piece(document, 0, int(length)) for document, length in enumerate(store.lengths)]
-    plan, _ = plan_step(store, pieces, make_planner(config, 2, run_profile(config, 2).profile), None)
-    expected = Counter[int]()
-    assert spec.tower is not None
-    for document in range(len(store)):
-        for _, tokens, *grid in store.image_places(document):
-            expected[document] += spec.tower.flops(tokens, (grid[0], grid[1], grid[2]), share)
-    found = {document: sum(image.flops for image in images) for document, images in plan.images.items()}
-    assert found == dict(expected) and len(found) > 5
-    without = model_flops(spec, plan.lengths)
-    assert model_flops(spec, plan.lengths, images=plan.images) == without + expected.total()

@@ -1,25 +1,17 @@
-"""Tiny vision-language models of transformers, and documents with images in one process and over several ranks."""
+"""Tiny vision-language models of transformers with their processors, and documents with images."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from longctx.data.image_shares import Image, Pixels, Places, share_images
-from longctx.data.image_sources import ImagePlace
-from longctx.data.packing import StepBatch, pack_documents
+from longctx.model.vision import ImagePlace
 from longctx.planning.layout import Placement
-from longctx.planning.plan import Plan
-from tests.data_cases import placed_plan
+from longctx.trainers.image_shares import Image, Pixels, Places
 from tests.huggingface_cases import SIZE
-from tests.pretrained_cases import Step, step
 
 TEXT = {**SIZE, "vocab_size": 96, "max_position_embeddings": 512}
 TOWER = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
@@ -138,99 +130,17 @@ def labels(family: str) -> list[torch.Tensor]:
     return [torch.where(document == IMAGE, -100, document) for document in documents(family)]
 
 
-def pixels(family: str, images: Sequence[Image], spoiled: Image | None = None) -> Pixels:
-    """Returns random pixels of images; of `spoiled` one is changed. A blank image is of the smallest size."""
+def pixels(family: str, images: Sequence[Image]) -> Pixels:
+    """Returns random pixels of images. A blank image is of the smallest size."""
     parts, grids = [], []
     for document, number in images or [(-1, 0)]:
         generator = torch.Generator().manual_seed(100 * document + number + 101)
         grid = places_of(family)[document][number].grid if document >= 0 else (1, 2, 2)
         shape = (1, 3, 16, 16) if family in ("llava", "gemma3") else (grid[1] * grid[2], 3 * 2 * 4 * 4)
         parts.append(torch.randn(shape, generator=generator))
-        parts[-1].view(-1)[5] += 1 if (document, number) == spoiled else 0
         grids.append(grid)
     made = {"pixel_values": torch.cat(parts)}
     return made if family in ("llava", "gemma3") else {**made, "image_grid_thw": torch.tensor(grids)}
-
-
-def reference(folder: Path, family: str) -> Step:
-    """Returns the loss over single documents, gradients and state of a model by transformers' own code."""
-    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
-    state = {name: value.clone() for name, value in model.eval().state_dict().items()}
-    loss = own_step(model, family)
-    return loss, {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in model.named_parameters()}, state
-
-
-def own_step(model: Any, family: str) -> float:
-    """Returns the loss over single documents by transformers' own code, and computes gradients."""
-    loss = torch.zeros(())
-    targets = sum(int((label[1:] != -100).sum()) for label in labels(family))
-    for number, (tokens, label) in enumerate(zip(documents(family), labels(family), strict=True)):
-        part = (
-            torch.nn.functional.cross_entropy(own_logits(model, family, number, tokens)[:-1], label[1:], reduction="sum")
-            / targets
-        )
-        if part.requires_grad:
-            part.backward()
-        loss += part.detach()
-    return loss.item()
-
-
-def own_logits(model: Any, family: str, number: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the logits of a document alone, by transformers' own code."""
-    arguments: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
-    if places := places_of(family).get(number):
-        arguments |= pixels(family, [(number, image) for image in range(len(places))])
-        kinds = (tokens == IMAGE).int()[None]
-        arguments |= {"llava": {}, "gemma3": {"token_type_ids": kinds}}.get(family, {"mm_token_type_ids": kinds})
-    logits: torch.Tensor = model(**arguments).logits[0]
-    return logits
-
-
-def make_batch(family: str, ranks: int, rank: int, spoiled: Image | None = None) -> StepBatch:
-    plan, read = placed_plan(LENGTHS, ranks, PLACEMENTS[ranks]), partial(pixels, family, spoiled=spoiled)
-    return batch_of(plan, rank, documents(family), labels(family), places_of(family), read)
-
-
-def batch_of(
-    plan: Plan, rank: int, documents: list[Any], labels: list[Any], places: Places, read: Callable[[Sequence[Image]], Pixels]
-) -> StepBatch:
-    """Returns the batch of a rank for documents of which some have images, whose pixels `read` returns."""
-    micro_batches, targets = pack_documents(plan, rank, documents, labels)
-    with_images = [replace(m, images=share_images(plan, m.layout, places, read)) for m in micro_batches]
-    return StepBatch(1, plan, tuple(map(str, range(len(documents)))), sum(plan.lengths), targets, tuple(with_images))
-
-
-def vision_step(folder: Path, family: str, settings: list[str]) -> Step:
-    """Returns the same from the trainer, packed, split and sharded."""
-    dist.barrier()
-    return step(folder, settings, lambda ranks, rank: make_batch(family, ranks, rank))
-
-
-def step_without_images(folder: Path, family: str, settings: list[str]) -> Step:
-    """As `vision_step`, of documents of the same lengths without images."""
-
-    def make(ranks: int, rank: int) -> StepBatch:
-        batch = make_batch(family, ranks, rank)
-        texts = [replace(each, images=None, tokens=each.tokens.clamp(max=10)) for each in batch.micro_batches]
-        return replace(batch, micro_batches=texts)
-
-    return step(folder, settings, make)
-
-
-def adapted_step(folder: Path, family: str, settings: list[str], values: dict[str, torch.Tensor]) -> Step:
-    """As `vision_step`, with these values of adapters."""
-    from longctx.model.lora import AdaptedModel
-
-    own = AdaptedModel.initial_value
-
-    def initial_value(self: Any, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        given = values.get(name.removeprefix("hf."))
-        return own(self, name, parameter, seed) if given is None else given.to(parameter.dtype)
-
-    with patch.object(AdaptedModel, "initial_value", initial_value):
-        return vision_step(folder, family, settings)
 
 
 QWEN_TEMPLATE = (
@@ -328,19 +238,3 @@ def save_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
         of_videos = {"video_processor_type": "Qwen3VLVideoProcessor", **sizes, **colours}
         (folder / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
     return folder
-
-
-def row_losses(folder: Path, family: str, spoiled: Image | None) -> tuple[list[int], list[int], list[float]]:
-    """Returns document, position and log p of every row of this rank; a pixel of the image `spoiled` is changed."""
-    from longctx.training.objectives.loss import log_probabilities
-    from longctx.training.objectives.objective import documents_of
-    from tests.pretrained_cases import make_trainer
-
-    trainer = make_trainer(folder, [])
-    batch = make_batch(family, dist.get_world_size(), dist.get_rank(), spoiled)
-    values = trainer.passes.look(batch, log_probabilities)
-    rows = [
-        (documents_of(m).tolist(), m.positions.tolist(), v.tolist()) for m, v in zip(batch.micro_batches, values, strict=True)
-    ]
-    documents, positions, logps = ([value for part in parts for value in part] for parts in zip(*rows, strict=True))
-    return documents, positions, logps

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 from transformers.processing_utils import VideosKwargs
@@ -189,17 +190,23 @@ def processor(folder: Path, family: str) -> Any:
     return made
 
 
-def conversations(count: int, videos: bool) -> Any:
-    """Returns a data set of conversations with none, one and two images, and with `videos` also these."""
-    import io
-
-    import datasets
+def picture(number: int, width: int, height: int) -> Any:
+    """Returns an image of random pixels."""
     from PIL import Image
 
-    from tests.image_cases import chat, picture
+    return Image.fromarray(np.random.default_rng(number).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def chat(question: Any, answer: str = "An answer.") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def conversations(count: int, videos: bool) -> Any:
+    """Returns a data set of conversations with none, one and two images, and with `videos` also these."""
+    import datasets
 
     def opened(number: int, k: int) -> Any:
-        return Image.open(io.BytesIO(picture(10 * number + k, 24 + 8 * (number % 4), 24 + 16 * k)))
+        return picture(10 * number + k, 24 + 8 * (number % 4), 24 + 16 * k)
 
     images = [[opened(number, k) for k in range(number % 3)] for number in range(count)]
     messages = [chat("What is this? " * (1 + number % 3), "It is this. " * (1 + number % 4)) for number in range(count)]

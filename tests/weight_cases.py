@@ -51,7 +51,7 @@ def run(store: Path, folder: Path, settings: list[str]) -> dict[str, Any]:
     """On each rank: one step with validation, its gradients, the weights before it, and the spans that it took."""
     trainer, found = start(store, folder, [*SETTINGS, *settings]), dict[str, Any]()
     found["first"] = {name: whole(weight) for name, weight in trainer.model.named_parameters()}
-    found["spans"] = [(piece.document, piece.start, piece.stop) for piece in trainer.loader.coming(1)]
+    found["spans"] = [(piece.document, piece.start, piece.stop) for piece in trainer.loader.sampler.step(0)[0]]
     assert trainer.validator is not None
     found["validation"] = trainer.validator.validate().validation_loss
     pieces = trainer.validator.documents.pieces

@@ -8,7 +8,7 @@ from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import lines_on
 from longctx.parallel.device import assumed, choose_device
-from longctx.training.checks import check_model, check_pairs, check_rollouts, check_vocabulary
+from longctx.training.checks import check_model, check_vocabulary
 from longctx.training.data import RunData, mix_lines, plan_steps, steps_of_run, with_steps
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes, format_count
@@ -21,14 +21,12 @@ def dry_run(config: Config, ranks: int) -> None:
 
     Raises UserError for settings and stores that the run would reject.
     """
-    check_rollouts(config)
     data = RunData.open(config)
     store, source, config = data.store, config.model_source(data.vocab_size), with_steps(config, data.store, ranks)
     spec, pretrained = source.spec, config.model.from_pretrained
     unset = "refused" if store.partly_trained.any() else "split"
     check_vocabulary(config, spec)
     check_model(config, data, source, ranks)
-    check_pairs(config, data)
     print(
         f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
         f"model      {format_count(spec.parameters)} parameters, "

@@ -56,12 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
         target = Target.open(arguments.target, arguments.overrides, launch.world_size)
         device = prepare_device(target.config.train.device, launch)
         work = _documents(arguments, target, launch.world_size)
-        if work.store.pairs:
-            raise UserError(
-                f"{work.store.path} contains preference pairs, which `longctx eval` does not support: set eval.every to "
-                "log loss and accuracy of pairs in training, or give a store without pairs with --store"
-            )
-        check_sources({"--store": work.store}, target.config.model_source())
         target.check(work.store.tokenizer)
         _evaluate(arguments, target, work, launch, device)
     return 0

@@ -12,7 +12,7 @@ from longctx.commands import prepare
 from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.reading import Values
-from longctx.config.settings import COMPARED_LORA_RATE, COMPARED_RATE, LORA_RATE
+from longctx.config.settings import LORA_RATE
 from longctx.errors import UserError, shell
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
 OVERRIDES = True
 
-FULL_RATE, DPO_BETA = 1e-5, 0.1
-"""Default peak learning rate of all parameters, and beta of DPO."""
+FULL_RATE = 1e-5
+"""Default peak learning rate of all parameters."""
 FEWEST_STEPS = 20
 """Steps are made smaller than 64 Ki tokens to reach about this number."""
 WARMUP = 0.03
@@ -60,15 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(tokenizer=None)
     parser.epilog = (
         "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
-        f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA.\n"
-        f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
-        f"{COMPARED_RATE:g}, or {COMPARED_LORA_RATE:g} with LoRA."
+        f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with LoRA."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.store import Store
-    from longctx.training.checks import check_model, check_pairs
+    from longctx.training.checks import check_model
     from longctx.training.data import RunData
 
     ranks, out = _checked(arguments), _out(arguments)
@@ -79,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
     data = RunData.open(config)
     check_model(config, data, config.model_source(data.vocab_size), ranks)
-    check_pairs(config, data)
     settings = out / "finetune.yaml"
     settings.write_text(config.to_yaml(), "utf-8")
     if arguments.dry_run:
@@ -224,12 +221,10 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
         },
         "checkpoint": {"every": max(1, steps // 3), "keep": 2, "export": str(out / "export")},
     }
-    if store.pairs:
-        values["dpo"] = {"beta": DPO_BETA}
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     elif chosen.lora.rank is None:  # adapters have their own default
-        values["optimizer"]["learning_rate"] = COMPARED_RATE if store.pairs else FULL_RATE
+        values["optimizer"]["learning_rate"] = FULL_RATE
     return values
 
 
@@ -260,9 +255,8 @@ def _next(config: Config, export: Path) -> str:
 
 def _summary(config: Config, store: "Store", ranks: int) -> str:
     share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
-    pairs = "" if config.dpo.beta is None else f", pairs by DPO with beta {config.dpo.beta:g}"
     return (
         f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens ({share:.0%} with loss) on "
-        f"{ranks} ranks{pairs}; peak learning rate {config.optimizer.learning_rate:g}; "
+        f"{ranks} ranks; peak learning rate {config.optimizer.learning_rate:g}; "
         f"settings in {config.train.run_dir / 'finetune.yaml'}"
     )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from longctx.commands.output import check_writable, said_once
 from longctx.config import load, overview
-from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.comparison.measured import MeasuredComparison
@@ -65,15 +64,6 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
     run = Run.open(config)
     store = run.data.store
-    if store.pairs or config.dpo.beta is not None:
-        raise UserError(
-            f"`longctx measure` does not support DPO, but data.store is {store.path} and dpo.beta is {config.dpo.beta}: use "
-            f"`longctx compare --lengths {store.path}` for modelled times, or measure on a store without pairs"
-        )
-    if config.policy.loss is not None:
-        raise UserError(
-            f"`longctx measure` does not support rollouts, but policy.loss is {config.policy.loss}: measure on a store"
-        )
     check_model(config, run.data, run.source, launch.world_size)
     groups = join_run(config, launch, run.device)
     if show:

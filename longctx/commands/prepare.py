@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow, "
         "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or "
-        "python-stdlib, the source of this Python's standard library. Records may be messages, also with images or videos, "
-        "ShareGPT conversations, prompt and completion, instruction and output, source and target, chosen and rejected, text, "
+        "python-stdlib, the source of this Python's standard library. Records may be messages, "
+        "ShareGPT conversations, prompt and completion, instruction and output, source and target, text, "
         "or token ids (with a --tokenizer); the format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
@@ -94,13 +94,6 @@ def _add_loss_arguments(parser: argparse._ArgumentGroup) -> None:
         default="error",
         help="what happens to conversations of more than --max-length tokens; truncate_left keeps the end",
     )
-    parser.add_argument(
-        "--bad-answers",
-        choices=("error", "drop", "train"),
-        default="error",
-        help="what happens to answers that their records mark as bad (a label or kto_tag of false, 0 or -1, a rating of bad): "
-        "drop them, or train on them like good ones",
-    )
 
 
 def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
@@ -146,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = dict(map(_variable, arguments.template_set or ()))
     began = time.perf_counter()
-    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes", "bad_answers")
+    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes")
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
     out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
@@ -207,8 +200,7 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
     share = manifest.trained_tokens / max(1, manifest.tokens)
     lines = [
         f"{out}: written in {seconds:.1f} s" if prepared.made else f"{out}: up to date, nothing to do",
-        f"  documents  {manifest.documents:,}"
-        + (f", {manifest.documents // 2:,} pairs of a chosen and a rejected completion" if manifest.pairs else ""),
+        f"  documents  {manifest.documents:,}",
         f"  tokens     {manifest.tokens:,}, of which {manifest.trained_tokens:,} with loss ({share:.1%})",
         f"  longest    {manifest.longest_length:,} tokens: {manifest.longest_name}",
         f"  vocabulary {manifest.vocab_size:,}, documents end with {manifest.end_of_document_token}",
@@ -218,15 +210,12 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
 
 def _particulars(manifest: "Manifest") -> Iterator[str]:
     """Yields lines on formats, templates, weights and left-out documents, where the store has them."""
-    together = 2 if manifest.pairs else 1
     if set(manifest.formats) - {"text"}:
-        yield "  formats    " + ", ".join(f"{count // together:,} {kind}" for kind, count in sorted(manifest.formats.items()))
-    if manifest.images:
-        yield f"  images     {manifest.images:,}"
+        yield "  formats    " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
     if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
-        yield f"  loss on    {trained[manifest.train_on]} {'after the prompt' if manifest.pairs else 'of conversations'}"
+        yield f"  loss on    {trained[manifest.train_on]} of conversations"
     if manifest.empty_thoughts:
         yield f"  no loss    on the empty <think> block that the template writes before {manifest.empty_thoughts:,} answers"
     if manifest.straddling_tokens:
@@ -236,16 +225,11 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.weighted_documents:
         yield f"  weights    of single messages or tokens in {manifest.weighted_documents:,} documents"
     if manifest.dropped_documents:
-        what = "pairs with a conversation" if manifest.pairs else "conversations"
-        yield f"  dropped    {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
+        yield f"  dropped    {manifest.dropped_documents:,} conversations of more than {manifest.max_length:,} tokens"
     if manifest.truncated_documents:
         yield f"  truncated  {manifest.truncated_documents:,} conversations to {manifest.max_length:,} tokens"
-    if manifest.useless_pairs:
-        yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
     if manifest.untrained_documents:
         yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
-    for way, count in manifest.bad_answers.items():
-        yield f"  dropped    {count:,} bad answers" if way == "drop" else f"  loss on    {count:,} bad answers, like good ones"
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} empty documents"
     if manifest.limits:

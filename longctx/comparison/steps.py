@@ -134,7 +134,6 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
             max_length=longest,
             long_documents=long_documents,
             name=store.name,
-            pairs=store.pairs,
         )
         return Drawn(first_lengths(sampler, steps))
 

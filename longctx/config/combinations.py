@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from longctx.config.problems import Problem, yaml_text
 from longctx.config.run import SECTIONS, Config
-from longctx.config.settings import PolicySection
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import ROUTERS, WITH_BIAS
 from longctx.model.presets import EXPERT_OPTIONS, ModelShape
@@ -140,11 +139,6 @@ NEW_MODEL = Where("model.from_pretrained is null", (f"model.from_pretrained={A_C
 CHECKPOINT = Where("model.from_pretrained is not null", ("model.from_pretrained=null",))
 LORA = Where("lora.rank is not null", ("lora.rank=null",))
 NO_LORA = Where("lora.rank is null", ("lora.rank=8",))
-DPO = Where("dpo.beta is not null", ("dpo.beta=null",))
-POLICY = Where("policy.loss is not null", ("policy.loss=null",))
-NO_POLICY = Where("policy.loss is null", ("policy.loss=grpo",))
-ROLLOUTS = Where("data.rollouts is not null")
-NO_DPO = Where("dpo.beta is null", ("dpo.beta=0.1",))
 PREDICTIONS = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
 TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_size=1",))
 PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
@@ -165,7 +159,6 @@ def _rows() -> Iterator[Row]:
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _objectives()
-    yield from _policy()
     yield from _data()
     yield from _parallelism()
     yield from _experts()
@@ -185,40 +178,15 @@ def _objectives() -> Iterator[Row]:
     yield Row("train.freeze is not null", LORA, "all weights but the adapters are frozen already")
     for setting in SPLIT:
         yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
-    yield Row("dpo.label_smoothing > 0", NO_DPO, "it has no effect without DPO")
     no_predictions = Where("multi-token prediction is 0", ("model.num_nextn_predict_layers=1",))
     yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
-    yield Row("dpo.beta is not null", PREDICTIONS, "the loss of DPO is not one of single tokens")
     yield Row("parallel.pipeline_parallel_size > 1", PREDICTIONS, "the last stage would need the embedding of the first")
 
 
-def _policy() -> Iterator[Row]:
-    length = "policy.max_completion_tokens"
-    for name, field in PolicySection.model_fields.items():
-        if name not in ("loss", "max_completion_tokens"):
-            yield Row(f"policy.{name} is not {yaml_text(field.default)}", NO_POLICY, "it has no effect without a policy loss")
-    only = Where("policy.loss is not dr_grpo", ("policy.loss=dr_grpo",))
-    yield Row(f"{length} is not null", only, "only dr_grpo divides by a constant length")
-    yield Row("policy.loss is dr_grpo", Where(f"{length} is null", (f"{length}=1024",)), "it divides by a constant length")
-    no_bound = Where("policy.clip_high is null", ("policy.clip_high=5.0",))
-    yield Row("policy.loss is cispo", no_bound, "it bounds ratios by clip_high itself")
-    yield Row("dpo.beta is not null", POLICY, "a run has one loss")
-    yield Row("policy.loss is not null", PREDICTIONS, "only next tokens have advantages")
-
-
 def _data() -> Iterator[Row]:
-    several = Where("data.stores is null and data.rollouts is null", ("data.stores=[{path: stores/a, weight: 1}]",))
+    several = Where("data.stores is null", ("data.stores=[{path: stores/a, weight: 1}]",))
     yield Row("data.store is null", several, "a run needs documents", A_STORE)
     yield Row("data.stores is not null", Where("data.store is not null", ("data.store=null",)), "only one of them is read")
-    for others in ("data.store", "data.stores"):
-        instead = Where(f"{others} is not null", (f"{others}=null",))
-        yield Row("data.rollouts is not null", instead, "only one of them is read")
-    yield Row("data.rollouts is not null", NO_POLICY, "rollouts are learned by a policy loss")
-    unknown = "model.from_pretrained is null and data.tokenizer is null"
-    tokenizer = Where(unknown, (f"model.from_pretrained={A_CHECKPOINT}", "data.tokenizer=tokenizer.json"))
-    yield Row("data.rollouts is not null", tokenizer, "rollouts need a tokenizer")
-    yield Row("eval.every is not null", ROLLOUTS, "rollouts are not validated")
-    yield Row("data.held_out > 0", ROLLOUTS, "rollouts are not validated")
     no_documents = Where("eval.store is null and data.held_out is 0", ("data.held_out=0.01", f"eval.store={A_STORE}"))
     yield Row("eval.every is not null", no_documents, "there are no documents to validate on")
     other_store = Where("eval.store is not null", ("eval.store=null",))
@@ -313,17 +281,3 @@ def _speed() -> Iterator[Row]:
 
 ROWS = tuple(_rows())
 """The table."""
-
-
-def merges_prefixes(config: Config) -> bool:
-    """Returns whether documents that begin alike are merged: `data.merge_prefixes`, or else its default."""
-    merges = config.data.merge_prefixes
-    compared = config.dpo.beta is not None or config.policy.loss is not None
-    return compared and not why_apart(config) if merges is None else merges
-
-
-def why_apart(config: Config) -> list[Problem]:
-    """Returns what is against merging documents that begin alike."""
-    key = "data.merge_prefixes"
-    merging, spec = config.changed({key: True}), config.model_source().spec
-    return [problem for row in ROWS if row.key == key and (problem := row.problem(merging, spec)) is not None]

@@ -11,19 +11,18 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
-from longctx.config.settings import COMPARED_LORA_RATE, COMPARED_RATE, LORA_RATE
+from longctx.config.settings import LORA_RATE
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
 """All settings by dotted name."""
-RENAMED = {"context.head_exchange": "context.ulysses_degree"}
-"""Settings of earlier versions → their current names."""
-REMOVED: dict[str, tuple[Any, str]] = {
-    "context.recalibrate": (False, "omit it"),
-    "train.fused": (None, "omit it: torch.compile (train.compile) fuses these operations, and torch's own norms are fused"),
-    "stages": ([], "write the settings of a later part into a file of its own: longctx train FILE --continue RUN"),
+_BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel: docs/trainers.md"
+ELSEWHERE = {
+    "dpo": f"preference tuning runs inside TRL's DPOTrainer, {_BY_ONE_CALL}",
+    "policy": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
+    "data.rollouts": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
 }
-"""Settings of earlier versions that are gone → the value at which run folders may still have them, and the way out."""
+"""Sections and settings that people look for → where their job runs."""
 Values = dict[str, Any]
 """Settings as read, by section, or by key."""
 
@@ -47,11 +46,6 @@ def load(
         " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides or defaults)) or "the defaults"
     )
     values = {} if path is None else _read(Path(path))
-    for name, (unused, _) in REMOVED.items():
-        section, _, key = name.rpartition(".")
-        content = values.get(section) if section else values
-        if isinstance(content, dict) and content.get(key, unused) == unused:
-            content.pop(key, None)
     for section, settings in (defaults or {}).items():
         own_values = values.setdefault(section, {})
         if isinstance(own_values, dict):
@@ -109,18 +103,10 @@ def _apply(override: str, values: Values) -> Problem | None:
 
 
 def _adapt_learning_rate(values: Values) -> None:
-    """Sets the default learning rate of adapters, and of checkpoints under DPO or a policy loss, where no rate is set."""
-
-    def is_set(section: str, key: str) -> bool:
-        content = values.get(section)
-        return isinstance(content, dict) and content.get(key) is not None
-
-    adapted, compared = is_set("lora", "rank"), is_set("dpo", "beta") or is_set("policy", "loss")
-    if not (adapted or (compared and is_set("model", "from_pretrained"))):
-        return
-    if isinstance(optimizer := values.setdefault("optimizer", {}), dict):
-        of_adapters = COMPARED_LORA_RATE if compared else LORA_RATE
-        optimizer.setdefault("learning_rate", of_adapters if adapted else COMPARED_RATE)
+    """Sets the default learning rate of adapters, where no rate is set."""
+    lora = values.get("lora")
+    if isinstance(lora, dict) and lora.get("rank") is not None and isinstance(values.setdefault("optimizer", {}), dict):
+        values["optimizer"].setdefault("learning_rate", LORA_RATE)
 
 
 def _validate(values: Values) -> tuple[Config, list[Problem]]:
@@ -143,16 +129,12 @@ def _explain(details: ErrorDetails) -> Problem:
     section, *keys = map(str, details["loc"])
     name = ".".join([section, *keys[:1]])
     value = details["input"]
-    if section in REMOVED:
-        name = section
     if details["type"] == "extra_forbidden":
         if len(keys) > 1:
             rule = f"unknown key {keys[-1]} (at {'.'.join(keys[1:-1])})"
             return Problem(name, value, rule, f"see `longctx config {section}`: {SETTINGS[name].description}")
-        if name in RENAMED:
-            return Problem(name, value, f"renamed to {RENAMED[name]}", f"write {RENAMED[name]}={yaml_text(value)}")
-        if name in REMOVED:
-            return Problem(name, value, "this setting was removed", REMOVED[name][1])
+        if (elsewhere := ELSEWHERE.get(name) or ELSEWHERE.get(section)) is not None:
+            return Problem(name, value, "not a part of longctx train", elsewhere)
         if (keys or [section])[-1].isdecimal():
             fix = "if it is a row of context.bins, indent it further than `bins:`; otherwise remove it"
             return Problem(name, value, "a number is not the name of a setting", fix)

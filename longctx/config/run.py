@@ -24,8 +24,6 @@ class Config(BaseModel):
 
     model: settings.ModelSection = settings.ModelSection()
     lora: settings.LoraSection = settings.LoraSection()
-    dpo: settings.DpoSection = settings.DpoSection()
-    policy: settings.PolicySection = settings.PolicySection()
     data: settings.DataSection = settings.DataSection()
     batch: settings.BatchSection = settings.BatchSection()
     context: settings.ContextSection = settings.ContextSection()

@@ -22,8 +22,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 
-LORA_RATE, COMPARED_LORA_RATE, COMPARED_RATE = 2e-4, 5e-5, 1e-6
-"""Default peak learning rates of adapters, of adapters under DPO and policy losses, and of checkpoints under these."""
+LORA_RATE = 2e-4
+"""Default peak learning rate of adapters."""
 
 
 class Section(BaseModel):
@@ -115,8 +115,8 @@ class LoraSection(Section):
     """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
-    layer but the output head (experts stored as one parameter are not linear layers: see target_parameters); of a model with
-    images those of its language model, others by their part, such as [all-linear, visual.qkv] or [vision_tower.all-linear]"""
+    layer but the output head (experts stored as one parameter are not linear layers: see target_parameters); of a model that
+    reads images those of its language model"""
     target_parameters: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
     """experts stored as one parameter that get adapters too, by the last parts of their names, such as
     [experts.gate_up_proj, experts.down_proj] (null: none); with target_modules [] they alone"""
@@ -134,37 +134,6 @@ class LoraSection(Section):
         return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, *others)
 
 
-class DpoSection(Section):
-    """preference tuning by DPO on pairs of chosen and rejected completions; the initial model is the reference"""
-
-    beta: float | None = Field(None, gt=0)
-    """beta of the DPO loss; larger stays closer to the reference, 0.1 is usual (null: no DPO)"""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """assumed share of pairs with swapped labels, as in conservative DPO"""
-
-
-class PolicySection(Section):
-    """policy gradients on rollouts, completions of prompts with rewards; clipping, length normalization and KL as in TRL"""
-
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo"] | None = None
-    """policy loss (null: no rollouts)"""
-    clip: float = Field(0.2, gt=0, lt=1)
-    """ratios of the probabilities by the model and by the old model count down to 1 - clip"""
-    clip_high: float | None = Field(None, gt=0)
-    """ratios count up to 1 + clip_high (null: clip); with cispo up to clip_high itself, 5 is usual"""
-    kl: float = Field(0.0, ge=0)
-    """factor of the KL divergence to the reference, beta; rollouts need its log-probabilities"""
-    scale_rewards: bool = True
-    """divide the advantages by the standard deviation of the rewards of their group"""
-    max_completion_tokens: Count | None = None
-    """length that dr_grpo divides the loss of every completion by: the most tokens that the sampler writes"""
-    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
-    """what the ratio of the old model to the sampler is bounded by, where rollouts have the sampler's log-probabilities: of
-    tokens or of completions; greater ones are truncated, or their tokens have no loss"""
-    sampler_ratio: float = Field(3.0, gt=0)
-    """greatest ratio of the old model to the sampler"""
-
-
 class StoreSetting(Section):
     """one of several stores"""
 
@@ -177,44 +146,37 @@ class DataSection(Section):
     """training documents"""
 
     store: AnyPath | None = Path("stores/python-stdlib")
-    """folder written by `longctx prepare` (null: use data.stores or data.rollouts)"""
+    """folder written by `longctx prepare` (null: use data.stores)"""
     stores: list[StoreSetting] | None = None
     """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: 1}]; epochs
     instead of weight, for all stores, sets the relative number of passes over each store"""
     tokenizer: AnyPath | None = None
-    """tokenizer.json that the store must have been made with (null: not checked); for rollouts, the tokenizer of their
-    token ids (null: that of the checkpoint)"""
-    rollouts: AnyPath | None = None
-    """file or folder of rollouts, as JSON Lines, Parquet or a saved dataset, instead of a store, for a policy loss: prompts,
-    completions and rewards"""
+    """tokenizer.json that the store must have been made with (null: not checked)"""
     long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = None
-    """treatment of documents longer than max_length; truncate_left keeps the end. DPO pairs and rollouts cannot be cut: use
-    drop or error (null: error for conversations and other documents with tokens without loss, split for the others)"""
+    """treatment of documents longer than max_length; truncate_left keeps the end (null: error for conversations and other
+    documents with tokens without loss, split for the others)"""
     seed: int | None = Field(None, ge=0, le=(1 << 32) - 1)
     """seed of the order of documents (null: train.seed)"""
     max_length: Count | None = None
     """maximum document length in tokens (null: the most that the domain can hold)"""
-    merge_prefixes: bool | None = None
-    """compute what documents of a step have in common at their beginning once, as a tree; loss and gradients stay the same. Of
-    DPO pairs, the two of each are merged, otherwise all documents of the step that share at least an eighth of their mean
-    length (null: DPO pairs are merged where that is exact, other documents are not)"""
+    merge_prefixes: bool = False
+    """compute what documents of a step have in common at their beginning once, as a tree; loss and gradients stay the same. All
+    documents of the step that share at least an eighth of their mean length are merged"""
     held_out: float = Field(0.0, ge=0, lt=1)
     """share of documents, chosen by a hash of their names, held out for validation and never trained on"""
 
     @model_validator(mode="before")
     @classmethod
     def _one_or_several(cls, values: Any) -> Any:
-        """Drops the default store where several stores, or rollouts, are given."""
+        """Drops the default store where several stores are given."""
         given = values if isinstance(values, dict) else {}
-        if "store" not in given and any(given.get(key) is not None for key in ("stores", "rollouts")):
+        if "store" not in given and given.get("stores") is not None:
             return {**values, "store": None}
         return values
 
     @property
     def paths(self) -> list[Path]:
-        """Folders of all stores, or the rollouts."""
-        if self.rollouts is not None:
-            return [self.rollouts]
+        """Folders of all stores."""
         return [self.store] if self.store is not None else [store.path for store in self.stores or ()]
 
     @property
@@ -386,8 +348,7 @@ class OptimizerSection(Section):
     matrix it keeps means by row and column only, as torch.optim.Adafactor; a step is learning_rate (from the schedule, at most
     1 / √step) times the RMS of the parameter, so that rates are larger than AdamW's: torch's default is 0.01"""
     learning_rate: float = Field(3e-4, gt=0)
-    """peak learning rate; with lora.rank 2e-4 by default; where DPO or a policy loss trains a checkpoint 1e-6, with lora.rank
-    5e-5"""
+    """peak learning rate; with lora.rank 2e-4 by default"""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """learning rate after the warm-up; linear, cosine: decay to the end; wsd: constant, then decay (warm-up, stable, decay);
     inverse_sqrt: peak · √(warm-up / step)"""

@@ -13,7 +13,7 @@ from longctx.model.checkpoint_files import check_name
 from longctx.model.protocol import differences_but_rope
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
-from longctx.training.data import choose_max_length, rollout_reader
+from longctx.training.data import choose_max_length
 from longctx.training.passes import Passes
 from longctx.training.saved.checkpoint import Checkpoint, load_weights, newest
 
@@ -75,8 +75,6 @@ class Target:
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that the model was trained with. Raises UserError if there is none."""
         if self.checkpoint is not None:
-            if self.config.data.rollouts is not None:
-                return rollout_reader(self.config).tokenizer
             return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():

@@ -5,7 +5,6 @@ refused could not work, but a run that barely fits may still run out of memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,9 +61,7 @@ def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
     """Returns the loads of the first steps of a run; without a store, the load of a full rank with the longest document."""
     if store is None:
         return list(full_loads(config, ranks))
-    share = float((store.image_tokens / store.lengths).max())
-    planned = loads(first_plans(config, store, ranks, min(PLANNED_STEPS, config.train.steps)), config)
-    return [replace(load, image_share=share) for load in planned]
+    return list(loads(first_plans(config, store, ranks, min(PLANNED_STEPS, config.train.steps)), config))
 
 
 def as_override(name: str, value: object) -> str:

@@ -36,7 +36,6 @@ class Load:
         kv_copies: ranks that have a copy of each KV head of these rows.
         source: rows of `tokens` that an encoder reads.
         first: whether this is the first micro-batch of the step, before which there are no gradients.
-        image_share: share of the tokens that are of images, if the model reads some.
     """
 
     tokens: int
@@ -49,7 +48,6 @@ class Load:
     kv_copies: int = 1
     source: int = 0
     first: bool = False
-    image_share: float = 1.0
 
 
 def loads(plans: Iterable[Plan], config: Config) -> set[Load]:

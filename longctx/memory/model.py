@@ -177,11 +177,7 @@ class RankMemory:
         # from a head; the norm before the main head is kept through its backward.
         predicted = spec.predictions * (3 * self.block.norm + 5 * self.block.stream)
         # An encoder of images keeps its tensors until all blocks are done.
-        self.tower = (
-            0
-            if not self.weights.trained_tower
-            else round(self.block.number * spec.tower_values * load.tokens * load.image_share)
-        )
+        self.tower = round(self.block.number * spec.tower_values * load.tokens) if self.weights.trained_tower else 0
         self.activations = self.kept + self.tables + predicted + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0

@@ -4,13 +4,12 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from longctx.model.experts import Experts, stacks_experts
 from longctx.model.options import FreezeError
-from longctx.model.vision import tower_of
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -74,8 +73,6 @@ class PartlyFrozen:
         entries = [parameter for parameter in outside if parameter.dim() == 2 and len(parameter) == model.spec.vocab_size]
         entries = entries[-1 if model.spec.tie_word_embeddings else -2 :]  # not the embedding of an encoder
         blocks = zip(model.spec.layers, model.layers, strict=True)
-        hf: Any = getattr(model, "hf", None)
-        keeps = model.spec.tower_values and not frozen.issuperset(tower_of(hf).parameters())
         return replace(
             model.spec,
             vocab_size=model.spec.vocab_size if self.known else None,
@@ -83,7 +80,6 @@ class PartlyFrozen:
             frozen_embedding=entries[0] in frozen,
             frozen_head=entries[-1] in frozen,
             frozen_outside=sum(parameter.numel() for parameter in outside if parameter in frozen),
-            tower_values=model.spec.tower_values if keeps else 0,
         )
 
 

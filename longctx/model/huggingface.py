@@ -7,7 +7,6 @@ step, a run of the model on a few tokens checks that packing and splitting docum
 
 import json
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +27,7 @@ from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.vision import VISION_FAMILIES, Images, encoded, is_vision, tower_blocks, with_tower
+from longctx.model.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
@@ -107,7 +106,7 @@ class TransformersModel(Model):
         self.spec = spec_of(self.hf, self.layers)
         if is_vision(self.hf):
             self.tower = tower_blocks(self.hf)
-            self.spec = with_tower(self.spec, self.hf)
+            self.spec = replace(self.spec, tower_parameters=sum(weight.numel() for weight in weights_of_images(self.hf)))
         self._documents: RowDocuments | None = None
         """Documents of the micro-batch that runs."""
         self._routers = self._watch_routers()
@@ -123,22 +122,16 @@ class TransformersModel(Model):
         attention: Any,
         head: Head | None = None,
         documents: RowDocuments | None = None,
-        images: Images | None = None,
     ) -> torch.Tensor:
-        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward.
-
-        `images` are those of the micro-batch, if any rank has some; `positions` may then be [axes, tokens].
-        """
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         arguments = {"input_ids": row(tokens), "use_cache": False, "ring_attention": attention}
         arguments |= {} if positions is None else {"position_ids": row(positions)}
-        with nullcontext() if images is None else encoded(self.hf, images, tokens) as of_images:
-            arguments |= {} if images is None else {"mm_encoder_outputs": of_images}
-            if head is None:
-                logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
-                return logits
-            with packing_from_layout():
-                hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
+        if head is None:
+            logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
+            return logits
+        with packing_from_layout():
+            hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from longctx.model.huggingface import OURS, TransformersModel, TransformersSourc
 from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError, StackError
 from longctx.model.protocol import generator_of
 from longctx.model.quantized import QuantizedLinear, quantize_layers
-from longctx.model.vision import is_vision, part_of, parts_with_images, weights_of_images
+from longctx.model.vision import is_vision, weights_of_images
 from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
@@ -180,28 +180,25 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     """Returns the names of the linear layers to adapt, in the order of the model.
 
     `twin` is the model on the meta device, without adapters. `targets` is "all-linear" (all but the output head), or the last
-    parts of names. Of a model with images both mean layers of the language model; others are named after the part that they
-    are in, such as `visual.qkv` or `visual.all-linear`. Experts stored as one parameter are not linear layers. Raises LoraError
-    for a name that no linear layer has, and for layers that cannot have adapters.
+    parts of names. Of a model that reads images both mean layers of its language model. Experts stored as one parameter are not
+    linear layers. Raises LoraError for a name that no linear layer has, and for layers that cannot have adapters.
     """
     from transformers.pytorch_utils import Conv1D
 
     head, kind = twin.get_output_embeddings(), type(twin).__name__
     linear = {name: module for name, module in twin.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     matched, asked = set[str](), set[str]()
+    part = ".language_model." if is_vision(twin) else ""
+    inside = {name: module for name, module in twin.named_modules() if part in name or module is head}
+    chosen = [name for name, module in inside.items() if name in linear and module is not head]
+    there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in chosen}))}"
+    if not chosen:
+        raise LoraError(f"{kind} has no linear layer besides its head, so there is nothing to adapt")
     for target in [targets] if isinstance(targets, str) else targets:
-        part, end = part_of(twin, target)
-        inside = {name: module for name, module in twin.named_modules() if part in name or module is head}
-        chosen = [name for name, module in inside.items() if name in linear and module is not head]
-        there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in chosen}))}"
-        if others := parts_with_images(twin):
-            there_are += f", and more under {', '.join(others)} ({others[0]}.NAME, {others[0]}.{ALL_LINEAR})"
-        if not chosen:
-            raise LoraError(f"{kind} has no linear layer besides its head, so there is nothing to adapt")
-        if end == ALL_LINEAR:
+        if target == ALL_LINEAR:
             matched |= set(chosen) - _taken_for_experts(twin, chosen)
             continue
-        named = {name: module for name, module in inside.items() if name == end or name.endswith(f".{end}")}
+        named = {name: module for name, module in inside.items() if name == target or name.endswith(f".{target}")}
         unfit = {type(module).__name__ for name, module in named.items() if name not in linear}
         if not named:
             raise LoraError(f"no layer is called {target}: {there_are}")
@@ -210,8 +207,6 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
         if any(module is head for module in named.values()):
             raise LoraError(f"{target} is the output head, of which the loss uses only the weight: {there_are}")
         asked |= named.keys()
-    if is_vision(twin) and not any(".language_model." in name for name in matched | asked):
-        raise LoraError(f"documents without images would train nothing: name layers of the language model too: {there_are}")
     if asked and (refused := _taken_for_experts(twin, asked)):
         raise LoraError(f"peft treats {', '.join(sorted(refused)[:3])} as experts stored as one parameter: {there_are}")
     return tuple(name for name in linear if name in matched | asked)

@@ -4,18 +4,20 @@ Some ranks of a document encode its images; the features travel to the ranks tha
 own forward puts them in the places of the embeddings (and, of Qwen3-VL, adds more of them after the first layers).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.tower import TowerSpec
+from longctx.planning.image_work import Grid
 from longctx.tokenizer_files import read_json
 
 VISION_FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -26,10 +28,27 @@ FRAMES_APART = ("qwen3_vl",)
 """Those in which texts are between the pairs of frames of a video."""
 VISION_CLASS = "AutoModelForImageTextToText"
 """Class of transformers that loads them."""
-Place = tuple[int, int, tuple[int, int, int], tuple[int, ...], float]
-"""Place of an image: first token, number of tokens, grid, files, frames per second of its video (0: it is of none)."""
 TOWERS = ("vision_tower", "visual")
 """Names of the tower in their base models."""
+
+
+class ImagePlace(NamedTuple):
+    """Place of an image, or of a pair of frames of a video, in a document.
+
+    Attributes:
+        start, tokens: the first token, and the number of tokens.
+        grid: the grid of patches.
+        fps: frames per second of the video; 0: it is an image.
+    """
+
+    start: int
+    tokens: int
+    grid: Grid
+    fps: float = 0.0
+
+    @property
+    def patches(self) -> int:
+        return math.prod(self.grid)
 
 
 @dataclass(frozen=True)
@@ -64,25 +83,6 @@ def is_vision_checkpoint(folder: Path) -> bool:
 def tower_of(hf: Any) -> nn.Module:
     tower: nn.Module = next(getattr(hf.base_model, name) for name in TOWERS if hasattr(hf.base_model, name))
     return tower
-
-
-def parts_with_images(hf: Any) -> list[str]:
-    """Returns the names of the parts of a model with images that have linear layers, beside the language model."""
-    if not is_vision(hf):
-        return []
-    parts = {name: part for name, part in hf.base_model.named_children() if name != "language_model"}
-    return [name for name, part in parts.items() if any(isinstance(module, nn.Linear) for module in part.modules())]
-
-
-def part_of(hf: Any, target: str) -> tuple[str, str]:
-    """Returns what the names of layers contain that a target of adapters means, and how they end.
-
-    They are layers of the language model, or, of a target that begins with the name of a part, of this part.
-    """
-    first, _, end = target.partition(".")
-    if first in parts_with_images(hf):
-        return f".{first}.", end
-    return ".language_model." if is_vision(hf) else "", target
 
 
 def tower_blocks(hf: Any) -> Sequence[nn.Module]:
@@ -189,7 +189,7 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
-def image_positions(hf: Any, length: int, places: Sequence[Place]) -> torch.Tensor | None:
+def image_positions(hf: Any, length: int, places: Sequence[ImagePlace]) -> torch.Tensor | None:
     """Returns the positions [axes, length] of a document whose images, and pairs of frames, are at `places`.
 
     They are those that the model's own code computes; None if a token's position is its place in the document.
@@ -201,7 +201,7 @@ def image_positions(hf: Any, length: int, places: Sequence[Place]) -> torch.Tens
     images: list[Sequence[int]] = []
     videos: list[list[int]] = []
     seconds, end = [], -1
-    for start, tokens, grid, _, rate in places:
+    for start, tokens, grid, rate in places:
         kinds[0, start : start + tokens] = 2 if rate else 1
         if not rate:
             images.append(grid)

@@ -24,6 +24,7 @@ from longctx.parallel.environment import processes_per_node
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
+from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
@@ -33,7 +34,6 @@ from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.refusals import TrainerError, is_masked, needs_sequences, prepared_part, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
-from longctx.training.data import tower_speed
 from longctx.training.run_profile import RunProfile, model_profile
 
 
@@ -202,13 +202,21 @@ def _profile_and_budget(
         described = RunProfile("given", profile, ("profile: given as a value, used unscaled",))
     else:
         described = model_profile(profile, spec, dtype, args.device, args.world_size, recompute)
-    tower = tower_speed(spec, dtype, recompute, described.profile)
+    tower = _tower_speed(spec, dtype, recompute, described.profile)
     if tokens_per_rank:
         return described, tokens_per_rank, tower
     least = torch.tensor(available_bytes(args.device, processes_per_node(args.world_size) or args.world_size) or 0)
     if group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return described, tokens_that_fit(trainer, spec, dtype, described.profile, int(least)), tower
+
+
+def _tower_speed(spec: ModelSpec, dtype: str, recompute: str, profile: HardwareProfile) -> TowerSpeed | None:
+    """Returns the encoder of images, as fast per operation as the matrices of the model; None if it has none."""
+    if spec.tower is None:
+        return None
+    operations = 6 * work_of(spec, dtype, recompute=recompute).computed
+    return TowerSpeed(spec.tower, spec.tower_backward, profile.linear_s_per_token / operations)
 
 
 def _document_lengths(data: Any, pairs: bool) -> npt.NDArray[np.int64]:

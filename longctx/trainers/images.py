@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longctx.data.image_shares import Image, Pixels, encoding_ranks
-from longctx.data.image_sources import ImagePlace
-from longctx.model.vision import FRAMES_APART, IN_BOTH_DIRECTIONS, Images, encoded, video_token
+from longctx.model.vision import FRAMES_APART, IN_BOTH_DIRECTIONS, ImagePlace, Images, encoded, video_token
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import Grid
 from longctx.planning.plan import Plan
 from longctx.trainers.exchange import Known
+from longctx.trainers.image_shares import Image, Pixels, encoding_ranks
 from longctx.trainers.refusals import TrainerError
 
 PIXELS = ("pixel_values", "pixel_values_videos")

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.huggingface import model_inputs
-from longctx.data.image_shares import share_images
 from longctx.data.packing import MicroBatch, fill, with_source
 from longctx.model.huggingface import row
 from longctx.planning.cost.tower import TowerSpeed
@@ -25,9 +24,9 @@ from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
+from longctx.trainers.image_shares import WithImages, blocks_of, read_images, share_images
 from longctx.trainers.images import exchange_pixels
 from longctx.trainers.refusals import TrainerError
-from longctx.training.images import blocks_of, read_images
 
 Ids = npt.NDArray[np.int64]
 
@@ -168,7 +167,9 @@ class Sharing:
             return micro_batches
         own = {number: document.images for number, document in enumerate(mine) if document.images is not None}
         read = exchange_pixels(self.vision, plan, planned, own, self.rank, self.ids_group)
-        return [replace(each, images=share_images(plan, each.layout, places, read)) for each in micro_batches]
+        shares = [share_images(plan, each.layout, places, read) for each in micro_batches]
+        pairs = zip(micro_batches, shares, strict=True)
+        return [each if share is None else WithImages(**vars(each), images=share) for each, share in pairs]
 
     def inputs(self, model: Any, batch: MicroBatch) -> dict[str, Any]:
         """Returns the arguments of a model's forward with labels, whose number trainers divide by themselves."""
@@ -178,8 +179,8 @@ class Sharing:
         if self.masked:
             inputs["labels"] = batch.labels.to(self.device).unsqueeze(0)
         inputs.pop("num_items_in_batch", None)
-        if batch.images is not None:
-            inputs["images"], positions = read_images(batch, batch.images, self.vision, self.group, self.device)
+        if isinstance(batch, WithImages):
+            inputs["images"], positions = read_images(batch, self.vision, self.group, self.device)
             inputs["position_ids"] = row(positions)
         return inputs
 

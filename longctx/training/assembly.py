@@ -1,11 +1,9 @@
 """Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of its checkpoint."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from longctx.config import Config
-from longctx.data.loader import Loader
 from longctx.data.store import Store
 from longctx.model.protocol import Model, differences_but_rope
 from longctx.model.source import ModelSource
@@ -13,11 +11,8 @@ from longctx.parallel.mesh import Mesh
 from longctx.training.build import computed_by
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
-from longctx.training.objectives.objective import Objective
 from longctx.training.optimizer import make_optimizer
 from longctx.training.passes import Passes
-from longctx.training.preference import preferences
-from longctx.training.reference import Reference
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint
 from longctx.training.saved.best import restore_best
@@ -28,7 +23,7 @@ from longctx.training.saved.run_folder import set_aside
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
 from longctx.training.trainer import Trainer
-from longctx.training.validation import Documents, Validator, validation_documents
+from longctx.training.validation import Validator, validation_documents
 
 
 def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
@@ -47,12 +42,6 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     if saved is not None:
         check_weights(saved, passes.model, base, resumes=run.resumes)
         (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
-    objective: Objective | None = None
-    validated: Objective | None = None
-    if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
-        documents = None if documents is None else replace(documents, merging=loader.merging)
-        objective, validated = _preferences(run, mesh, passes, loader, documents)
-    if saved is not None:
         checkpoint.load(saved, passes.model, optimizer, mesh.control)
     if run.returns and saved is not None and mesh.world_rank == 0:  # nothing refuses the run any more
         for sentence in set_aside(config.train.run_dir, saved):
@@ -67,8 +56,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         passes,
         optimizer,
         loader,
-        objective=objective,
-        validator=None if documents is None else Validator(documents, passes, loader.planner, validated),
+        validator=None if documents is None else Validator(documents, passes, loader.planner),
         stop=stop,
         log=log,
         tracer=None if traced is None else Tracer(traced, folder, mesh.world_rank, passes.model),
@@ -76,20 +64,6 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         best=best,
         steps_done=0 if saved is None else saved.step,
     )
-
-
-def _preferences(
-    run: Run, mesh: Mesh, passes: Passes, loader: Loader, documents: Documents | None
-) -> tuple[Objective, Objective]:
-    """Returns the DPO objectives for training and validation, with the reference log-probabilities of the pairs."""
-    config, model = run.config, passes.model
-    copy = passes.pipeline.tied_copy if passes.pipeline is not None else None
-    weights = [weight.detach() for weight in model.parameters() if weight is not copy]
-    reference = Reference(config, mesh, model, weights, passes.look, loader.planner, run.resumes, loader.merging)
-    pieces = loader.coming(config.train.steps)
-    objectives = preferences(reference, config.dpo, run.data.store, pieces, documents)
-    passes.end_looking()
-    return objectives
 
 
 def base_of(source: ModelSource) -> dict[str, str] | None:
@@ -116,7 +90,7 @@ def check_weights(saved: Checkpoint, model: Model, base: dict[str, str] | None, 
 
 
 def begin_folder(
-    config: Config, source: ModelSource, mesh: Mesh, store: Store | None, saved: Checkpoint | None, changes: str = ""
+    config: Config, source: ModelSource, mesh: Mesh, store: Store, saved: Checkpoint | None, changes: str = ""
 ) -> MetricsLog:
     """Writes settings and model files of a run into its folder, and opens its log."""
     keep_model_files(config.train.run_dir, source, store)

@@ -1,7 +1,7 @@
 """Builds the parts of a run that compute: its groups, model and attention."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from longctx.parallel.tensor import parallelize
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.ulysses import choose_ulysses_degree
 from longctx.planning.cost.work import split_layers
-from longctx.planning.layout import CrossLayout, Layout, Span
+from longctx.planning.layout import CrossLayout, Layout
 from longctx.planning.plan import Plan
 from longctx.training.clock import StepClock
 
@@ -139,12 +139,10 @@ def make_attention(
     layout: Layout | CrossLayout,
     clock: StepClock | None = None,
     causal: bool | None = None,
-    blocks: Mapping[int, Sequence[Span]] | None = None,
 ) -> MakeAttention:
     """Makes the attention of this rank in one micro-batch of a plan, as configured in `config.context`; timed by `clock`.
 
     `causal`: whether tokens see only earlier ones; None: as the model says.
-    `blocks`: spans of documents whose tokens also see the later ones of their span.
     """
     timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
     context, degree = config.context, ulysses_degree(config, spec, plan, layout.micro_batch)
@@ -155,7 +153,7 @@ def make_attention(
             degree,
             group=mesh.exchange,
             across=mesh.across,
-            mask=Mask(causal=spec.causal if causal is None else causal, window=window, blocks=blocks or {}),
+            mask=Mask(causal=spec.causal if causal is None else causal, window=window),
             scale=scale,
             softcap=softcap,
             kernel=context.kernel,

@@ -2,23 +2,18 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from longctx.config import Config
-from longctx.config.combinations import merges_prefixes
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
-from longctx.data.image_sources import ImagePlace
-from longctx.data.images import cut_error
 from longctx.data.manifest import TOKENIZER
 from longctx.data.new_tokens import added_tokens, without_added
 from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
-from longctx.model.source import UNSPLIT, ModelSource
-from longctx.model.vision import VISION_FAMILIES
+from longctx.model.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
 from longctx.training.data import RunData
@@ -41,67 +36,12 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def check_rollouts(config: Config) -> None:
-    """Raises UserError if a policy loss has no rollouts, which only one's own loop gives to each step."""
-    loss = config.policy.loss
-    if loss is not None and config.data.rollouts is None:
-        raise UserError(
-            f"policy.loss is {loss}, but data.rollouts is null: set it to a file of rollouts, omit policy.loss, or call "
-            "Trainer.step(rollouts) in a loop of your own"
-        )
-
-
-def check_pairs(config: Config, data: RunData) -> None:
-    """Raises UserError if stores have preference pairs without DPO, or DPO is set for stores without pairs."""
-    beta = config.dpo.beta
-    if beta is not None and len(data.store.sources) > 1:
-        raise UserError(f"dpo.beta is {beta:g}, but DPO does not support several stores: set data.store to one store of pairs")
-    for key, store in (("data.store", data.store), ("eval.store", data.validation)):
-        if store is not None and store.pairs and beta is None:
-            raise UserError(
-                f"{key} {store.path} contains preference pairs, but dpo.beta is null: set dpo.beta (0.1 is usual) to train by "
-                "DPO, or use a store without pairs"
-            )
-        if store is not None and not store.pairs and beta is not None:
-            raise UserError(
-                f"dpo.beta is {beta:g}, but {key} {store.path} contains no preference pairs: prepare records with `chosen` and "
-                "`rejected` (longctx prepare --source), or omit dpo.beta"
-            )
-
-
-def check_images(config: Config, store: Store, source: ModelSource, max_length: int) -> None:
-    """Raises UserError if a store has images, and the model cannot read them, or a document with some would be cut."""
-    documents = np.flatnonzero(store.image_tokens)
-    if not len(documents):
-        return
-    files = source.files
-    if files is None or not source.spec.tower_parameters:
-        what = "new weights" if files is None else f"{files.config.model_type}; {source.said}"
-        raise UserError(
-            f"{store.said} has images, but the model is {what}: set model.from_pretrained to a checkpoint of "
-            f"{', '.join(VISION_FAMILIES)}, and {UNSPLIT}"
-        )
-    if merges_prefixes(config):
-        raise UserError(f"{store.said} has images, whose documents are not merged: set data.merge_prefixes to false")
-    first, place = int(documents[0]), ImagePlace.of(store.image_places(int(documents[0]))[0], 0)
-    token = int(store.tokens(first, place.start, place.start + 1)[0][0])
-    expected = files.config.video_token_id if place.fps else files.config.image_token_id
-    if token != expected:
-        raise UserError(
-            f"images of {store.said} are tokens {token}, but {expected} in {files.folder}: prepare it with --tokenizer "
-            f"{shell(files.folder)}"
-        )
-    longest = int(documents[store.lengths[documents].argmax()])
-    if store.lengths[longest] > max_length and config.data.long_documents != "drop":
-        raise cut_error(store, longest, max_length)
-
-
 def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
     """Raises UserError if tokens of a store have weights, and what is trained has none for them."""
     for key, store in (("data.store", data.store), ("eval.store", data.validation)):
         if store is None or not store.weighted:
             continue
-        if merges_prefixes(config):
+        if config.data.merge_prefixes:
             raise UserError(
                 f"data.merge_prefixes is true, but {key} {store.said} has weights of tokens, which may differ where documents "
                 "are alike: set data.merge_prefixes to false"
@@ -122,8 +62,6 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
     _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
-    for store in filter(None, (data.store, data.validation)):
-        check_images(config, store, source, config.max_length(ranks))
 
 
 def check_groups(config: Config, source: ModelSource) -> None:
@@ -157,10 +95,6 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
             raise UserError(
                 f"the tokenizer of {config.data.said} adds {', '.join(others)} to that of {name}: set model.new_tokens to "
                 f"{yaml_text([*new, *others])}, or prepare it with the tokenizer of the checkpoint"
-            )
-        if config.data.rollouts is not None:
-            raise UserError(
-                f"data.tokenizer {config.data.tokenizer} is another tokenizer than that of {name}: omit data.tokenizer"
             )
         raise UserError(
             f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with the tokenizer of the "

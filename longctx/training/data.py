@@ -7,21 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from longctx.config import Config, ConfigError
-from longctx.config.combinations import merges_prefixes
 from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader, Planner, plan_step
 from longctx.data.merging import Merging
 from longctx.data.mixture import Mixture, make_steps
-from longctx.data.rollout_records import RolloutReader
-from longctx.data.rollout_store import RolloutStore
 from longctx.data.sampler import Sampler, Steps
 from longctx.data.store import Store
-from longctx.data.tokenizer import Tokenizer
-from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
-from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.cost.tower import TowerSpeed
-from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
@@ -47,12 +39,6 @@ class RunData:
     @classmethod
     def open(cls, config: Config) -> "RunData":
         """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores differ."""
-        if config.data.rollouts is not None:
-            store = RolloutStore.read_from(config.data.rollouts, rollout_reader(config), scaled=config.policy.scale_rewards)
-            if config.policy.kl and store.rollouts.reference_logps is None:
-                problem = f"policy.kl is {config.policy.kl:g}, but {store.path} has no reference_logps"
-                raise UserError(f"{problem}: give them, or set policy.kl to 0")
-            return cls(store)
         opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
         validation = Store.open(config.eval.store) if validated and config.eval.store is not None else None
@@ -76,15 +62,6 @@ class RunData:
     def vocab_size(self) -> int:
         """Entries of the tokenizer."""
         return self.store.tokenizer.vocab_size
-
-
-def rollout_reader(config: Config) -> RolloutReader:
-    """Returns what reads `data.rollouts`, by the tokenizer of the checkpoint, or by `data.tokenizer`. Raises TokenizerError."""
-    if config.data.tokenizer is not None:
-        return RolloutReader(Tokenizer.load(config.data.tokenizer))
-    files = config.model_source().files
-    assert files is not None, "rollouts need a checkpoint or data.tokenizer: see the rows of `combinations`"
-    return RolloutReader.of_checkpoint(str(files.folder))
 
 
 def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
@@ -129,7 +106,7 @@ def padding(config: Config) -> int:
 
 def make_merging(config: Config, world_size: int) -> Merging | None:
     """Returns what merges documents of a step that begin alike; None if they stay apart."""
-    return Merging(config.capacity(world_size), config.batch.tokens_per_rank) if merges_prefixes(config) else None
+    return Merging(config.capacity(world_size), config.batch.tokens_per_rank) if config.data.merge_prefixes else None
 
 
 def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False) -> Planner:
@@ -149,16 +126,7 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
         max_remote_tokens=context.max_remote_tokens,
         pipeline=config.pipeline,
         parts=spec.parts,
-        tower=tower_speed(spec, config.dtype, config.train.recompute, profile),
     )
-
-
-def tower_speed(spec: ModelSpec, dtype: str, recompute: str, profile: HardwareProfile) -> TowerSpeed | None:
-    """Returns the encoder of images, as fast per operation as the matrices of the model; None if it has none."""
-    if spec.tower is None:
-        return None
-    operations = 6 * work_of(spec, dtype, recompute=recompute).computed
-    return TowerSpeed(spec.tower, spec.tower_backward, profile.linear_s_per_token / operations)
 
 
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
@@ -177,7 +145,6 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         pad_to_multiple_of=padding(config),
         ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
         merging=make_merging(config, mesh.world_size),
-        complete=store.completed if isinstance(store, RolloutStore) else None,
     )
 
 

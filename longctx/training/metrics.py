@@ -18,7 +18,6 @@ from longctx.config.settings import WandbSetting
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
-from longctx.planning.image_work import NO_IMAGES, ImageWorks
 from longctx.planning.tree import NO_TREES, Trees
 from longctx.training.health import Spikes
 from longctx.training.objectives.balance import STATISTICS
@@ -47,7 +46,7 @@ class StepMetrics:
     """One line of metrics.jsonl. Counts are sums over the domain.
 
     Attributes:
-        loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if none, or not finite.
+        loss: mean over the valid targets of the step; null in metrics.jsonl if none, or not finite.
         tokens, computed_tokens: of all documents of the step, before and after those that begin alike were merged; the
             second is None if none were. Speed counts the first, mfu the second.
         step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
@@ -65,14 +64,8 @@ class StepMetrics:
             that logs.
         rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits for other ranks.
         mfu: model FLOP utilisation; None if the peak of the device is not known.
-        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents (with DPO,
-            over their pairs), number of these targets, and time of the validation, not part of step_time_s; None in steps
-            without a validation.
-        reward_accuracy, reward_margin: with DPO, share of pairs whose chosen completion has the larger reward, and mean
-            difference of the rewards; validation_accuracy is this share over the validation pairs.
-        reward, completion_tokens: of rollouts, mean reward and mean number of tokens that a completion learns.
-        ratio, clip_share, kl, entropy: of a policy loss, means over these tokens of the ratio to the old model, of what is
-            clipped, of the KL divergence to the reference, and of -log p, which estimates the entropy.
+        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents, number of
+            these targets, and time of the validation, not part of step_time_s; None in steps without a validation.
         expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
@@ -111,15 +104,6 @@ class StepMetrics:
     validation_loss: float | None = _row("validation", default=None)
     validation_tokens: int | None = _row("validation", default=None)
     validation_s: float | None = _row("validation", default=None)
-    validation_accuracy: float | None = _row("validation", default=None)
-    reward_accuracy: float | None = _row("train", default=None)
-    reward_margin: float | None = _row("train", default=None)
-    reward: float | None = _row("policy", default=None)
-    completion_tokens: float | None = _row("policy", default=None)
-    ratio: float | None = _row("policy", default=None)
-    clip_share: float | None = _row("policy", default=None)
-    kl: float | None = _row("policy", default=None)
-    entropy: float | None = _row("policy", default=None)
     expert_imbalance: float | None = _row("experts", "sum", default=None)
     unused_experts: float | None = _row("experts", "sum", default=None)
     document_loss: float | None = _row("experts", "sum", default=None)
@@ -183,14 +167,11 @@ class StepMetrics:
         bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
         validated = "" if self.validation_loss is None else f"\n  validation loss {self.validation_loss:.3f} "
         if validated:
-            accuracy = "" if self.validation_accuracy is None else f"accuracy {self.validation_accuracy:.1%} "
-            validated += f"{accuracy}on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
+            validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
         marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
-        reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
-        reward = reward if self.reward is None else f"reward {self.reward:.3f} "
         merged = "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
-        learned = f"loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f}"
+        learned = f"loss {self.loss:.3f} grad_norm {self.grad_norm:.2f}"
         return (
             f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {merged}{mfu}mem {format_bytes(self.peak_memory_bytes)} "
@@ -248,17 +229,16 @@ def model_flops(
     lengths: Sequence[int],
     trees: Trees = NO_TREES,
     sources: Sequence[int] = (),
-    images: ImageWorks = NO_IMAGES,
 ) -> int:
     """Returns the FLOPs of forward and backward over documents of these lengths.
 
-    Some may be `trees`, or have `images`, or all are pairs, whose sources have `sources` tokens.
+    Some may be `trees`, or all are pairs, whose sources have `sources` tokens.
     `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights; and the scans of linear
     attention as in long documents that are not split. Recomputation and padding are not counted.
     """
-    beside = sum(image.flops for works in images.values() for image in works) + round(spec.scan_flops * sum(lengths))
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + beside
+    scans = round(spec.scan_flops * sum(lengths))
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + scans
 
 
 def gpu_kind(device_name: str) -> str | None:

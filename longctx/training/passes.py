@@ -20,11 +20,10 @@ from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
-from longctx.training.images import blocks_of, images_of
 from longctx.training.objectives.balance import Balance
-from longctx.training.objectives.loss import RowWeights, cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
+from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, rows_with_labels
 from longctx.training.objectives.multi_token import MultiTokenLoss
-from longctx.training.objectives.objective import Objective, StepWeights, document_sums
+from longctx.training.objectives.objective import StepWeights
 from longctx.training.trace import micro_batch_name
 
 
@@ -80,13 +79,6 @@ class Passes:
         """Returns what this rank does: its task, and the micro-batch, layer and pass."""
         return ", ".join(filter(None, [self.task, self.place()]))
 
-    def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
-        """Returns the weights of the tokens of a step, after a pass without gradients if the objective needs one."""
-        if not objective.needs_log_probabilities(batch):
-            return objective.weights(batch)
-        values = self.look(batch, log_probabilities)
-        return objective.weights(batch, values, document_sums(batch, values, self.mesh))
-
     @torch.no_grad()
     def look(self, batch: StepBatch, score: LabelScore) -> list[torch.Tensor]:
         """Returns the `score` of every label, [T] for each of this rank's micro-batches, by a pass without gradients.
@@ -138,10 +130,10 @@ class Passes:
         with record_function(inputs.name):
             arguments = inputs.tokens, inputs.positions, used, inputs.head, inputs.documents
             loss: torch.Tensor = self.model(*arguments, **inputs.optional)
-            if not loss.requires_grad:  # so on all ranks: with images, the encoder would have gradients
+            if not loss.requires_grad:
                 raise UserError(
-                    f"{inputs.name} has no images, and train.freeze leaves only the encoder of images to be trained: remove "
-                    "documents without images, or train a part of the language model"
+                    "train.freeze leaves only the encoder of images to be trained, which reads no document: train a part of "
+                    "the language model"
                 )
             loss.backward()
         return loss.detach()
@@ -149,12 +141,11 @@ class Passes:
     def inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
         """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch, those of an empty one."""
         device = self.mesh.device
-        counted: torch.Tensor | RowWeights | None = None
+        counted = None
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
             attention = self._attention(batch, micro_batch)
-            of_tokens = None if weights.tokens is None else weights.tokens[number]
-            counted = copy_to(of_tokens, device) if isinstance(of_tokens, torch.Tensor) else of_tokens and of_tokens.to(device)
+            counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
             context = self.config.context
@@ -171,13 +162,11 @@ class Passes:
             rows=None if rows is None else copy_to(rows, device),
             compiled=self.config.compiles(device.type, self.model.spec),
         )
-        tokens, (images, positions) = copy_to(micro_batch.tokens, device), images_of(micro_batch, self.model, self.mesh)
+        tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
         later = self.multi_token.later(micro_batch, head, weights.divisor, device)
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later, images)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later)
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         plan, layout = batch.plan, micro_batch.layout
-        blocks = blocks_of(micro_batch, getattr(self.model, "hf", None))
-        make = make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock, blocks=blocks)
-        return self.model.attention(make)
+        return self.model.attention(make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock))

@@ -5,10 +5,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,19 @@ import torch
 from torch.profiler import record_function
 
 from longctx.config import Config
-from longctx.data.loader import Loader, Planner
+from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
-from longctx.data.rollouts import RolloutBatch, Rollouts, pack_rollouts
-from longctx.errors import UserError
 from longctx.model.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
 from longctx.training import agreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
-from longctx.training.data import make_merging, make_planner, padding
 from longctx.training.health import FiniteLoss, NonFiniteLoss
-from longctx.training.live_weights import live_weights
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
-from longctx.training.objectives.loss import log_probabilities
-from longctx.training.objectives.objective import Objective, TokenMean
+from longctx.training.objectives.objective import token_mean
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
 from longctx.training.optimizers.average import averaged
 from longctx.training.passes import Passes
-from longctx.training.policy import Policy, held_tokens
-from longctx.training.run_profile import run_profile
 from longctx.training.saved.best import KEY
 from longctx.training.saved.saving import Saver
 from longctx.training.stop_signal import StopSignal
@@ -59,7 +51,6 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         loader: Loader | None = None,
         *,
-        objective: Objective | None = None,
         validator: Validator | None = None,
         stop: StopSignal | None = None,
         log: MetricsLog | None = None,
@@ -73,7 +64,6 @@ class Trainer:
         Args:
             passes: the model and its passes.
             loader: steps to train on; None if batches are passed to `step`.
-            objective: weights of the tokens; by default `policy` of the settings, or else their mean.
             validator: validates every `eval.every` steps; None: never.
             stop: signal after which the run ends.
             log: log of rank 0.
@@ -84,7 +74,6 @@ class Trainer:
         """
         self.config, self.mesh, self.passes, self.optimizer, self.loader = config, mesh, passes, optimizer, loader
         self.model = passes.model
-        self.objective = objective or (TokenMean() if config.policy.loss is None else Policy(mesh, config.policy))
         self.validator = validator
         self.stop, self.log, self.tracer, self.base = stop or StopSignal(), log, tracer, base
         self.steps_done, self.stopping, self.best = steps_done, False, best
@@ -164,16 +153,10 @@ class Trainer:
         """Returns where this rank is: step, micro-batch, layer and pass, or what else it does."""
         return f"step {self.steps_done + 1}, {self.passes.position()}"
 
-    @cached_property
-    def planner(self) -> Planner:
-        """Makes the plans of rollouts. Collective when first used."""
-        profile = run_profile(self.config, self.mesh.world_size, self.model.spec.vocab_size).agreed(self.mesh)
-        return make_planner(self.config, self.mesh.ranks, profile)
-
-    def step(self, batch: StepBatch | Rollouts | None = None) -> StepMetrics:
+    def step(self, batch: StepBatch | None = None) -> StepMetrics:
         """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch` is given. Collective.
 
-        Every rank gives its own share of a batch, or all rollouts of the step, which need `policy.loss`.
+        Every rank gives its own share of a batch.
         """
         try:
             return self._step(batch)
@@ -181,31 +164,23 @@ class Trainer:
             error.add_note(f"rank {self.mesh.world_rank}: {self.position()}")
             raise
 
-    def _step(self, batch: StepBatch | Rollouts | None) -> StepMetrics:
+    def _step(self, batch: StepBatch | None) -> StepMetrics:
         started, passes = time.perf_counter(), self.passes
         passes.begin("reading data")
         if batch is None:
             assert self.loader is not None
             batch = next(self.loader)
-        elif isinstance(batch, Rollouts):
-            if isinstance(self.objective, TokenMean):
-                raise UserError(
-                    "policy.loss is null, but the step has rollouts, whose rewards it would ignore: set policy.loss"
-                )
-            batch = self._pack(batch)
         passes.begin("before the first micro-batch")
         if self._agreed != number_of(batch.plan.hash):
             self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
-        weights = passes.weigh(batch, self.objective)
-        losses = passes.forward_backward(batch, weights)
+        losses = passes.forward_backward(batch, token_mean(batch))
         copy = passes.pipeline.tied_copy if passes.pipeline is not None else None
         passes.begin("gradient norm")
         with passes.clock.span(OPTIMIZER):
             squares = sum_of_squares(p.grad for p in self.model.parameters() if p is not copy and p.grad is not None)
-        measured = weights.measured()
-        ranks = self._gather(batch, losses, squares, measured)
+        ranks = self._gather(batch, losses, squares)
         grad_norm = norm_of(ranks["squares"])
-        loss = ranks["loss"].sum().item() if weights.loss is None else weights.loss
+        loss = ranks["loss"].sum().item()
         updates = batch.target_tokens > 0 and self.finite.check(batch, losses, loss, grad_norm)
         rate = learning_rate(batch.step, self.config.schedule_steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
@@ -223,50 +198,7 @@ class Trainer:
         self.stopping, self._written = bool(ranks["stop"].any()), bool(ranks["written"].all())
         seconds = time.perf_counter() - started
         known = {"grad_norm": grad_norm, "lr": rate, "mfu": self._utilisation(batch, seconds), "skipped": not updates}
-        metrics = StepMetrics.of(batch, ranks, seconds, **known)
-        sums: dict[str, Any] = {name: ranks[name].sum().item() for name in measured if name != "loss"}
-        return replace(metrics, loss=loss if batch.target_tokens else math.nan, **weights.reported, **sums)
-
-    def log_probabilities(self, rollouts: Rollouts) -> list[torch.Tensor]:
-        """Returns log p of the tokens of each completion by the present model, float64; 0 for tokens that are not learned.
-
-        They are `old_logps` of rollouts that make several steps, and `reference_logps` if this model is the reference.
-        Collective.
-        """
-        self.passes.begin("log-probabilities of rollouts")
-        batch = self._pack(rollouts)
-        values = torch.zeros(len(rollouts.sequence), dtype=torch.float64)
-        for micro_batch, of_rows in zip(batch.micro_batches, self.passes.look(batch, log_probabilities), strict=True):
-            rows, tokens = held_tokens(batch, micro_batch)
-            values[tokens] = of_rows.cpu().double()[rows]
-        self.passes.end_looking()
-        return list(self.mesh.sum(values).split([len(tokens) for tokens in rollouts.completions]))
-
-    def _pack(self, rollouts: Rollouts) -> RolloutBatch:
-        """Returns this rank's share of the next step.
-
-        Raises RolloutError for tokens that the model does not have, and for more than fit; RuntimeError if ranks differ.
-        """
-        step, mesh = self.steps_done + 1, self.mesh
-        rollouts.check(self.model.spec.vocab_size, self.config.capacity(mesh.world_size))
-        mesh.agree(rollouts.digest, f"the rollouts of step {step}, of which every rank needs all")
-        return pack_rollouts(
-            rollouts,
-            step=step,
-            rank=mesh.rank,
-            planner=self.planner,
-            merging=make_merging(self.config, mesh.world_size),
-            pad_to_multiple_of=padding(self.config),
-        )
-
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Returns an iterator of name and tensor, as `longctx export --merge` writes them, for an engine. Collective.
-
-        Every rank iterates to the end before it goes on, and has every tensor for a moment on its device, never the whole
-        model: at most one block. Adapters are merged. Tensors are copies, in `dtype`, or else in the dtypes of the checkpoint
-        that the run began from, float32 for new weights. Raises NoNativeModel if transformers has no equivalent of the model.
-        """
-        return live_weights(self.model, self.mesh, dtype)
+        return replace(StepMetrics.of(batch, ranks, seconds, **known), loss=loss if batch.target_tokens else math.nan)
 
     def save(self, *, wait: bool = True) -> Path:
         """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
@@ -292,12 +224,10 @@ class Trainer:
         if peak is None:
             return None
         plan = batch.plan
-        flops = model_flops(self.model.spec, plan.lengths, plan.trees, plan.sources, plan.images)
+        flops = model_flops(self.model.spec, plan.lengths, plan.trees, plan.sources)
         return flops / (seconds * peak * self.mesh.world_size)
 
-    def _gather(
-        self, batch: StepBatch, losses: torch.Tensor, squares: float, measured: Mapping[str, float]
-    ) -> dict[str, torch.Tensor]:
+    def _gather(self, batch: StepBatch, losses: torch.Tensor, squares: float) -> dict[str, torch.Tensor]:
         """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once.
 
         It is the only gather of a step over all processes if the next step is prepared on every rank, as the plan's hash comes
@@ -323,7 +253,6 @@ class Trainer:
             "written": float(self.saver.written),
             **passes.balance.end_step(),
             "mtp_loss": passes.multi_token.end_step() * counts,
-            **measured,
         }
         ranks = dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
         plans = ranks.pop("plan")

@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from longctx.config import Config
 from longctx.data.loader import Planner, plan_step, read_step
-from longctx.data.merging import Merging
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store import Store
@@ -21,7 +19,7 @@ from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, padding
 from longctx.training.objectives.loss import log_probabilities
-from longctx.training.objectives.objective import Objective, TokenMean
+from longctx.training.objectives.objective import token_mean
 from longctx.training.passes import Passes
 
 
@@ -32,7 +30,6 @@ class Validation:
     validation_loss: float
     validation_tokens: int
     validation_s: float
-    validation_accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Documents:
         pad_to_multiple_of: as in `Loader`.
         max_length: maximum tokens of a piece.
         long: number of documents longer than `max_length`, which are split or dropped.
-        merging: merges pairs, for their sums; None: documents stay apart.
     """
 
     store: Store
@@ -55,7 +51,6 @@ class Documents:
     pad_to_multiple_of: int
     max_length: int
     long: int
-    merging: Merging | None = None
 
     @classmethod
     def choose(
@@ -71,7 +66,7 @@ class Documents:
                 f"data.held_out is {held_out_share}, which holds out no document of {store.said} ({len(store):,}): raise it"
             )
         if first is not None:
-            chosen &= np.cumsum(chosen) <= first + (store.pairs and first % 2)
+            chosen &= np.cumsum(chosen) <= first
         sampler = Sampler(
             store.lengths,
             global_tokens=1,
@@ -81,7 +76,6 @@ class Documents:
             name=store.name,
             partly=store.partly_trained,
             left_out=~chosen,
-            pairs=store.pairs,
             unsplit=store.unsplit,
             has_targets=store.has_targets,
         )
@@ -90,20 +84,20 @@ class Documents:
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
         """Yields this rank's share of all pieces, step by step. Collective."""
-        for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens, 1 + self.store.pairs), start=1):
-            plan, merged = plan_step(self.store, pieces, planner, self.merging)
+        for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens), start=1):
+            plan, _ = plan_step(self.store, pieces, planner, None)
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
-            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of, merged=merged)
+            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of)
 
 
-def in_steps(pieces: Iterable[Piece], tokens: int, multiple: int = 1) -> Iterator[list[Piece]]:
-    """Yields all pieces in order, in groups of at least `tokens` tokens and a multiple of `multiple` pieces."""
+def in_steps(pieces: Iterable[Piece], tokens: int) -> Iterator[list[Piece]]:
+    """Yields all pieces in order, in groups of at least `tokens` tokens."""
     waiting: list[Piece] = []
     held = 0
     for piece in pieces:
         waiting.append(piece)
         held += piece.length
-        if held >= tokens and len(waiting) % multiple == 0:
+        if held >= tokens:
             yield waiting
             waiting, held = [], 0
     if waiting:
@@ -134,43 +128,23 @@ class Validator:
         documents: documents to validate.
         passes: the model.
         planner: planner of the run.
-        objective: of preference pairs; None: the mean loss over targets.
     """
 
     documents: Documents
     passes: Passes
     planner: Planner
-    objective: Objective | None = None
 
     def validate(self) -> Validation:
-        """Returns the loss of all documents, the same on each rank. Collective."""
+        """Returns the mean loss over all targets, weighted as in training, the same on each rank. Collective."""
         began = time.perf_counter()
-        loss, accuracy, targets = self._mean_loss() if self.objective is None else self._mean_preference(self.objective)
-        self.passes.end_looking()
-        return Validation(loss, targets, time.perf_counter() - began, accuracy)
-
-    def _mean_loss(self) -> tuple[float, None, int]:
-        """Returns the mean loss over all targets, weighted as in training, and their number."""
         mesh, total, divisor, targets = self.passes.mesh, 0.0, 0.0, 0
         for batch in self.documents.steps(self.planner, mesh):
-            values, weights = self.passes.look(batch, log_probabilities), TokenMean().weights(batch)
+            values, weights = self.passes.look(batch, log_probabilities), token_mean(batch)
             for number, value in enumerate(values if mesh.counts else ()):
                 of_tokens = None if weights.tokens is None else weights.tokens[number]
-                assert of_tokens is None or isinstance(of_tokens, torch.Tensor)
                 total -= float((value.double() if of_tokens is None else value.double() * of_tokens.to(value.device)).sum())
             targets += batch.target_tokens
             divisor += batch.target_weight
-        return float(mesh.gather([total]).sum()) / (divisor or 1.0), None, targets
-
-    def _mean_preference(self, objective: Objective) -> tuple[float, float, int]:
-        """Returns the mean preference loss and accuracy over all pairs, and the number of targets."""
-        pairs = loss = accuracy = 0.0
-        targets = 0
-        for batch in self.documents.steps(self.planner, self.passes.mesh):
-            weights = self.passes.weigh(batch, objective)
-            assert weights.loss is not None
-            pairs += weights.divisor
-            loss += weights.divisor * weights.loss
-            accuracy += weights.divisor * weights.reported["reward_accuracy"]
-            targets += batch.target_tokens
-        return loss / pairs, accuracy / pairs, targets
+        loss = float(mesh.gather([total]).sum()) / (divisor or 1.0)
+        self.passes.end_looking()
+        return Validation(loss, targets, time.perf_counter() - began)

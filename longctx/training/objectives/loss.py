@@ -8,7 +8,7 @@ and two numbers per token are exchanged.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -22,15 +22,6 @@ CHUNK_TOKENS = 1024
 FEW_LABELS = 0.5
 """Logits are computed only for tokens with a label if their share is smaller than this."""
 Rows = slice | torch.Tensor
-
-
-class RowWeights(Protocol):
-    """Weights of the labels of a micro-batch that depend on their log-probabilities, asked for chunk by chunk."""
-
-    def to(self, device: torch.device) -> "RowWeights": ...
-
-    def __call__(self, rows: Rows, log_probabilities: torch.Tensor) -> torch.Tensor:
-        """Returns the weights of some rows; they are constants for gradients."""
 
 
 def tokens_at_once(compiled: bool) -> int:
@@ -141,7 +132,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         counts: torch.Tensor,
-        weigh: RowWeights | None,
         divisor: float,
         chunks: Sequence[Rows],
         part: VocabularyPart | None,
@@ -158,10 +148,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         divided_by = torch.full((), divisor, dtype=counts.dtype, device=hidden.device)
         for rows in chunks:
             chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap, compiled)
-            losses, counted = chunk.log_total - chunk.target_logits, counts[rows]
-            if weigh is not None:
-                counted = counted * weigh(rows, -losses).to(counted.dtype)
-            losses = losses.where(counted != 0, 0) * counted
+            counted = counts[rows]
+            losses = (chunk.log_total - chunk.target_logits).where(counted != 0, 0) * counted
             total += losses.sum(dtype=torch.float64)
             if not (for_hidden or for_weight):
                 continue
@@ -176,7 +164,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = (None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
-        return (*gradients, *[None] * 8)
+        return (*gradients, *[None] * 7)
 
 
 def cross_entropy_sum(
@@ -185,7 +173,7 @@ def cross_entropy_sum(
     labels: torch.Tensor,
     divisor: float = 1,
     chunk_tokens: int | None = None,
-    weights: torch.Tensor | RowWeights | None = None,
+    weights: torch.Tensor | None = None,
     softcap: float = 0.0,
     rows: torch.Tensor | None = None,
     compiled: bool = False,
@@ -202,7 +190,7 @@ def cross_entropy_sum(
             gets the whole loss.
         labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and its gradients are 0.
         chunk_tokens: maximum number of rows of logits in memory at a time (None: `tokens_at_once`).
-        weights: weights of the tokens [tokens], or what computes them from their log-probabilities (None: 1).
+        weights: weights of the tokens [tokens] (None: 1).
         softcap: bounds the logits by tanh (0: no bound).
         rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only (None: for all rows).
         compiled: compile what follows the product with an output weight, so that its operations on the logits are fused.
@@ -211,11 +199,10 @@ def cross_entropy_sum(
         return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens or CHUNK_TOKENS, weights, rows)
     hidden, weight, part = vocabulary_part(hidden, weight)
     counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
-    weigh = None if weights is None or isinstance(weights, torch.Tensor) else weights
-    if isinstance(weights, torch.Tensor):
+    if weights is not None:
         counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
     chunks = _chunks(len(labels), rows, chunk_tokens or tokens_at_once(compiled))
-    arguments = hidden, weight, labels, counts, weigh, divisor, chunks, part, softcap, compiled
+    arguments = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
@@ -226,7 +213,7 @@ def _sum_by_projection(
     labels: torch.Tensor,
     divisor: float,
     chunk_tokens: int,
-    weights: torch.Tensor | RowWeights | None,
+    weights: torch.Tensor | None,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
     def part(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -235,8 +222,7 @@ def _sum_by_projection(
         losses = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="none")
         if weights is None:
             return losses.sum() / divisor
-        counted = weights[rows] if isinstance(weights, torch.Tensor) else weights(rows, -losses.detach())
-        return (losses * counted.to(losses.dtype).where(labels[rows] != IGNORED_LABEL, 0)).sum() / divisor
+        return (losses * weights[rows].to(losses.dtype).where(labels[rows] != IGNORED_LABEL, 0)).sum() / divisor
 
     total = torch.zeros((), device=hidden.device)
     for chunk in _chunks(len(labels), rows, chunk_tokens):

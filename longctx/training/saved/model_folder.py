@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx import tokenizer_files
 from longctx.data.chat import CHATML, TEMPLATE_FILE
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, is_store
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
 from longctx.data.new_tokens import added_tokens
 from longctx.data.store import Store
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, small_files
@@ -42,18 +42,16 @@ def model_folder(run: Path) -> Path:
     return run / "model"
 
 
-def keep_model_files(run: Path, source: ModelSource, store: Store | None) -> None:
-    """Writes the model folder of a run, replacing an existing one; without a store only the files of a checkpoint."""
+def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
+    """Writes the model folder of a run, replacing an existing one."""
     folder = model_folder(run)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     if source.files is not None:
         source.files.describe(folder)
-    if store is None:
-        return
     (folder / ENDS).write_text(json.dumps(trained_ends(store)), "utf-8")
     kept = tokenizer_files.find(folder)
-    paths = [source.path for source in store.sources if is_store(source.path)]  # rollouts are a file
+    paths = [source.path for source in store.sources]
     chats = [path for path in paths if Manifest.load(path).conversations]  # the model was trained with their template
     stored = next((path / TOKENIZER_FILES for path in chats or paths if (path / TOKENIZER_FILES).is_dir()), None)
     if stored is not None:

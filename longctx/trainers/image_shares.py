@@ -1,4 +1,4 @@
-"""Image shares: which rank encodes which images of a micro-batch, and which features travel to which ranks.
+"""Image shares: which rank encodes which images of a micro-batch, which features travel to which ranks, and their positions.
 
 Images are encoded by the ranks of their document's ring, evenly by patches. All of this is a pure function of the plan and of
 the places of the images, so that every rank knows what it sends and receives.
@@ -6,14 +6,21 @@ the places of the images, so that every rank knows what it sends and receives.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
-from longctx.data.image_sources import ImagePlace
+from longctx.attention.host_to_device import copy_to
+from longctx.data.packing import MicroBatch
+from longctx.errors import UserError
+from longctx.model.vision import IN_BOTH_DIRECTIONS, ImagePlace, Images, image_positions
+from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import spread_images
-from longctx.planning.layout import Layout, Placement
+from longctx.planning.layout import Layout, Placement, Span
 from longctx.planning.plan import Plan
 
 Image = tuple[int, int]
@@ -42,6 +49,13 @@ class ImageShare:
     received: tuple[int, ...]
     order: torch.Tensor
     places: Places
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithImages(MicroBatch):
+    """A micro-batch of which some rank has images."""
+
+    images: ImageShare
 
 
 def share_images(plan: Plan, layout: Layout, places: Places, read: Callable[[Sequence[Image]], Pixels]) -> ImageShare | None:
@@ -92,3 +106,55 @@ def _holders(placement: Placement, length: int, positions: npt.NDArray[np.int64]
     index = np.minimum(chunk, chunks - 1 - chunk)
     ranks: npt.NDArray[np.int64] = placement.first_rank + (placement.degree - 1 - index if placement.reversed else index)
     return ranks
+
+
+def read_images(
+    micro_batch: WithImages, hf: Any, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Images, torch.Tensor]:
+    """Returns the images of a micro-batch, and the positions of its tokens, on the device.
+
+    These are [tokens], or [axes, tokens] if the code of the model `hf` gives tokens of images several positions. `group` has
+    the ranks of the domain; None: there is one.
+    """
+    share = micro_batch.images
+    pixels = {name: copy_to(value, device) for name, value in share.pixels.items()}
+    several = _positions(micro_batch, share, hf)
+    return Images(pixels, partial(_share, share, group)), copy_to(micro_batch.positions if several is None else several, device)
+
+
+def blocks_of(micro_batch: MicroBatch, hf: Any) -> dict[int, list[Span]]:
+    """Returns the spans of images, by document, whose tokens see each other in both directions: of Gemma 3 all images.
+
+    `hf` is the model of transformers.
+    """
+    if not isinstance(micro_batch, WithImages) or hf.config.model_type not in IN_BOTH_DIRECTIONS:
+        return {}
+    held = micro_batch.images.places
+    return {document: [(place.start, place.start + place.tokens) for place in places] for document, places in held.items()}
+
+
+def _share(share: ImageShare, group: dist.ProcessGroup | None, features: torch.Tensor) -> torch.Tensor:
+    device, expected = features.device, len(share.sent_rows)
+    if expected and len(features) != expected:
+        raise UserError(
+            f"the model makes {len(features)} features of images that have {expected} tokens: make documents by the processor "
+            "of the model"
+        )
+    rows = features[copy_to(share.sent_rows, device)]
+    arrived = rows if group is None else exchange_rows(rows, share.sent, share.received, group)
+    return arrived[copy_to(share.order, device)]
+
+
+def _positions(micro_batch: MicroBatch, share: ImageShare, hf: Any) -> torch.Tensor | None:
+    """Returns the positions [axes, tokens] of this rank's rows; None if each token has one position."""
+    found = None
+    for shard in micro_batch.layout.shards:
+        if shard.document not in share.places:
+            continue
+        whole = image_positions(hf, shard.length, share.places[shard.document])
+        if whole is None:
+            return None
+        found = micro_batch.positions.expand(len(whole), -1).clone() if found is None else found
+        held = torch.cat([whole[:, slice(*shard.head)], whole[:, slice(*shard.tail)]], dim=1)
+        found[:, shard.offset : shard.offset + shard.tokens] = held
+    return found
