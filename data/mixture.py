@@ -39,7 +39,6 @@ def make_steps(
         global_tokens=global_tokens,
         name=store.name,
         left_out=left_out,
-        unsplit=store.unsplit,
         partly=store.partly_trained,
         **cut,
     )
@@ -81,7 +80,6 @@ class Mixture:
                     name=store.name,
                     left_out=others,
                     partly=store.partly_trained,
-                    unsplit=store.unsplit,
                     has_targets=has_targets,
                     stream=np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist(),
                 )

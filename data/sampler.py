@@ -104,24 +104,13 @@ def check_long(
     max_length: int,
     long_documents: str | None,
     name: Callable[[int], str],
-    unsplit: tuple[str, str, str] | None,
 ) -> None:
-    """Raises SamplerError if `count` documents are too long and may not be.
-
-    `unsplit`: words for documents that are never split, for these with a verb, and for what drop does; None: all may be.
-    """
+    """Raises SamplerError if `count` documents are too long and may not be."""
     longest = int(np.where(taken, lengths, 0).argmax())
-    if unsplit is not None and long_documents not in ("drop", "error"):
-        raise SamplerError(
-            f"{count} {unsplit[0]}, such as {name(longest)!r} with {lengths[longest]:,} tokens, have more than the "
-            f"{max_length:,} tokens that fit, and {unsplit[1]} never split or cut: set "
-            f"data.long_documents to drop, {unsplit[2]}, raise data.max_length, or use more ranks or more batch.tokens_per_rank"
-        )
     if long_documents == "error":
-        ways = "split or drop" if unsplit is None else "drop"
         raise SamplerError(
             f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {count} of {int(taken.sum())} documents "
-            f"have more than the {max_length:,} that fit: set data.long_documents to {ways}, raise "
+            f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise "
             "data.max_length, or use more ranks or more batch.tokens_per_rank"
         )
 
@@ -153,7 +142,6 @@ class Sampler:
         partly: documents of which some tokens have no loss, as of conversations, bool `[documents]`; None: no document.
         name: returns the name of a document for error messages.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
-        unsplit: words for documents that are never split, see `check_long`; None: all may be.
         has_targets: returns which pieces have a target, given their documents, starts and ends; None: all have.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
@@ -178,7 +166,6 @@ class Sampler:
         name: Callable[[int], str] = str,
         partly: npt.NDArray[np.bool_] | None = None,
         left_out: npt.NDArray[np.bool_] | None = None,
-        unsplit: tuple[str, str, str] | None = None,
         has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
         stream: Sequence[int] = (),
     ) -> None:
@@ -187,7 +174,7 @@ class Sampler:
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
         if self.long:
-            check_long(lengths, taken, self.long, max_length, long_documents, name, unsplit)
+            check_long(lengths, taken, self.long, max_length, long_documents, name)
         if long_documents is None and partly is not None and (refused := is_long & partly).any():
             longest = int(np.where(refused, lengths, 0).argmax())
             raise SamplerError(

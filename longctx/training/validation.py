@@ -76,7 +76,6 @@ class Documents:
             name=store.name,
             partly=store.partly_trained,
             left_out=~chosen,
-            unsplit=store.unsplit,
             has_targets=store.has_targets,
         )
         tokens, multiple = config.batch.global_tokens, padding(config)
