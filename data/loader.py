@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -79,16 +78,15 @@ class Loader(Iterator[StepBatch]):
         ahead: int = 0,
         merging: Merging | None = None,
     ) -> None:
-        self._make_steps = partial(
-            make_steps,
+        self.sampler = make_steps(
             store,
             global_tokens=global_tokens,
             seed=seed,
             max_length=max_length,
             long_documents=long_documents,
             held_out_share=held_out_share,
+            masked=masking is not None,
         )
-        self.sampler = self._make_steps(masked=masking is not None)
         self._identity = {
             **_identity_of(store),
             "seed": seed,
@@ -160,17 +158,8 @@ class Loader(Iterator[StepBatch]):
         self._earlier = {fingerprint: earlier for fingerprint, earlier in seen.items() if fingerprint not in positions}
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here.
-
-        Runs of earlier versions took pieces without a target, and go on so.
-        """
-        several = isinstance(state.get("fingerprint"), list)
-        taken = [None] * len(state["fingerprint"]) if several else None
-        # absent in earlier versions or for single stores
-        state = {"held_out": 0.0, "longest": None, "mix": None, "without_targets": taken, **state}
-        if state["without_targets"] == taken:
-            self.sampler = self._make_steps(masked=True)
-            self._identity["without_targets"] = self.sampler.state(self.sampler.start)["without_targets"]
+        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here."""
+        state = {"mix": None, **state}  # which a single store has not
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(

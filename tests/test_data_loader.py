@@ -293,7 +293,7 @@ def test_close_ends_the_thread(store: Store) -> None:
 
 
 def test_pieces_without_a_target_are_not_taken(tmp_path: Path) -> None:
-    """Of a long prompt, and of a rest of one token; a run that took them before, in an earlier version, goes on so."""
+    """Of a long prompt, and of a rest of one token."""
     talk = {"messages": [{"role": "user", "content": "q" * 150}, {"role": "assistant", "content": "a" * 10}]}
     for name, records in (("talk", [talk, talk]), ("rest", [{"text": "t" * 120}]), ("whole", [{"text": "t" * 110}])):
         write_jsonl(tmp_path / f"{name}.jsonl", records)
@@ -311,12 +311,3 @@ def test_pieces_without_a_target_are_not_taken(tmp_path: Path) -> None:
         assert {(piece.document, piece.start) for piece in pieces} <= learned
         if opened in stores:
             assert state["without_targets"] == len(spans) - len(learned)
-        del state["without_targets"]  # of an earlier version
-        with loader(opened, **cut) as source:
-            source.load_state_dict(state)
-            taken = {(piece.document, piece.start) for piece in coming(source, 200)}
-            assert taken == spans if opened in stores else taken > learned
-            again = source.state_dict()
-        with loader(opened, **cut) as source:
-            source.load_state_dict(again)
-            assert {(piece.document, piece.start) for piece in coming(source, 200)} == taken

@@ -472,11 +472,15 @@ def test_verify(trained: tuple[Path, Path], changed: Changed, capsys: pytest.Cap
     assert "is neither a store nor the folder of a run" in capsys.readouterr().err
 
 
-def test_verify_of_a_store_of_an_older_version(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(repository / "tests" / "recorded_run" / "store")]) == 0
+def test_a_store_and_a_checkpoint_without_checksums_are_read(
+    trained: tuple[Path, Path], changed: Changed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, run = trained
+    changed(folder_of(run, 3) / "state.json", without_checksums(folder_of(run, 3)))
+    found, _ = checkpoint.newest(run)
+    assert isinstance(found, Checkpoint) and found.step == 3 and not found.checksums and not found.damage()
+    manifest = json.loads((store / "manifest.json").read_text())
+    del manifest["checksums"], manifest["checksum"]
+    changed(store / "manifest.json", json.dumps(manifest).encode())
+    assert main(["verify", str(store)]) == 0
     assert "no checksums, as it was prepared by an older version" in capsys.readouterr().out
-
-
-def test_old_checkpoints_are_used_without_checksums(repository: Path) -> None:
-    found, _ = checkpoint.newest(repository / "tests" / "recorded_run")
-    assert isinstance(found, Checkpoint) and not found.checksums and not found.damage()
