@@ -14,10 +14,10 @@ into models of transformers.
 if __name__ != "longctx.attention":
     raise ImportError("import this package as `longctx.attention`, not by its folder's bare name `attention`")
 
+
 from longctx.attention.by_layer import LayerAttention, PackedAttention, by_layer
 from longctx.attention.exchange import ExchangeError, warm_up
 from longctx.attention.masks import Mask
-from longctx.attention.pooling import pool_documents
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
 from longctx.attention.ring_schedule import Schedule
@@ -34,7 +34,6 @@ __all__ = [
     "Schedule",
     "by_layer",
     "packed_attention",
-    "pool_documents",
     "reference_attention",
     "ring_attention",
     "warm_up",

@@ -275,7 +275,7 @@ class Probe:
             if getattr(output, "pooler_output", None) is not None:
                 raise HuggingFaceError(
                     f"{self.name} pools the first row only, not the first token of every document: load it with "
-                    "add_pooling_layer=False, and pool its hidden states with longctx.attention.pool_documents"
+                    "add_pooling_layer=False, and pool its hidden states by document, as examples/encoder_heads.py does"
                 )
             logits = output.last_hidden_state if logits is None and hasattr(output, "last_hidden_state") else logits
         if logits is None or logits.shape[:2] != (1, TOKENS):

@@ -38,7 +38,7 @@ from harness import Table, command, device_facts, facts, median_s, options
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.calibration.fit import AttentionTime, fit_attention
+from longctx.calibration import fit_attention
 
 PIECE_COLUMNS = "piece", "gb_per_s", "share_of_copy", "failed"
 
@@ -183,17 +183,16 @@ def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
 
 def efficiency(rows: Sequence[dict[str, str]], layers: int) -> str:
     """Returns constants of a hardware profile: forward and backward of one kernel in `layers` layers, including merging."""
-    times = []
+    whole: dict[int, float] = {}
     for row in rows:
-        degree, documents = int(row["degree"]), int(row["documents"])
-        both = float(row["forward_ring"]) + float(row["backward_ring"])
-        times.append(AttentionTime(int(row["tokens"]) * degree // documents, degree, both * layers / documents))
-    if not any(time.degree == 1 for time in times):
+        if int(row["degree"]) == 1:
+            both, documents = float(row["forward_ring"]) + float(row["backward_ring"]), int(row["documents"])
+            whole[int(row["tokens"]) // documents] = both * layers / documents
+    if not whole:
         return "# no efficiency table: whole documents were not measured"
-    fit = fit_attention(times)
-    table = [[length, round(share, 3)] for length, share in fit.efficiency]
-    penalty = "" if fit.split_penalty is None else f"\nattention_split_penalty: {fit.split_penalty:.3g}"
-    return f"attention_s_per_token2: {fit.s_per_token2:.4g}\nattention_efficiency: {table}{penalty}"
+    slope, shares = fit_attention(whole)
+    table = [[length, round(share, 3)] for length, share in shares]
+    return f"attention_s_per_token2: {slope:.4g}\nattention_efficiency: {table}"
 
 
 if __name__ == "__main__":

@@ -77,8 +77,7 @@ def commands(part: str, out: Path, minutes: float, *, smoke: bool) -> list[str]:
     if part == "profile":
         model = "tiny" if smoke else "llama-3.2-1b"
         settings = [f"--model.preset={model}", "--train.dtype=bfloat16", f"--batch.tokens_per_rank={256 if smoke else 16384}"]
-        longest = 0.02 if smoke else 0.3
-        return ["-m", "longctx", "profile", *settings, "--longest", str(longest), "--out", f"{out}-profile.yaml"]
+        return ["-m", "longctx", "calibrate", *settings, "--out", f"{out}-profile.yaml"]
     script = [str(HERE / f"{part}_gpu.py"), "--first", *small, "--minutes", f"{minutes:.2f}", "--out", f"{out}-{part}"]
     if part == "training":
         return [*script, "--steps", "2" if smoke else "5"]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from harness import markdown, options
-from longctx.comparison.baselines import BASELINES, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines import plan_fixed_static, plan_placed
 from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
 from longctx.planning.hardware_profile import HardwareProfile
@@ -90,7 +90,7 @@ def plan_steps(lengths: Lengths, gpus: int, profile: HardwareProfile) -> dict[st
     theirs = ("megatron-main", "megatron-dev")
     return {
         "fixed-static": [plan_fixed_static(step, **request, degree=DEGREE) for step in drawn],
-        **{name: [plan_baseline(name, step, **request, baselines=BASELINES | RIVALS) for step in drawn] for name in theirs},
+        **{name: [plan_placed(name, RIVALS[name], step, **request) for step in drawn] for name in theirs},
         "auto": [make_plan(step, **request) for step in drawn],
     }
 

@@ -44,8 +44,7 @@ from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
 from longctx.attention.segments import Segment, Segments
 from longctx.cli import main
 from longctx.comparison import measured
-from longctx.comparison.baselines import BASELINES
-from longctx.comparison.baselines.fixed_static import place_fixed_static
+from longctx.comparison.baselines import place_fixed_static
 from longctx.model import decoder
 from longctx.planning.cost.model import NANOSECONDS, attention_ns
 from longctx.planning.cost.rounds import PRICE
@@ -290,7 +289,7 @@ def _static(step: Step, plain: Any) -> Candidate:
 def _rival(step: Step, name: str) -> Candidate:
     from bench.rivals import RIVALS  # runs as a module, as this file does
 
-    assignment = (BASELINES | RIVALS)[name].place(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
+    assignment = RIVALS[name](step.profile, step.lengths, step.ranks, step.tokens_per_rank)
     return step.candidate(name, assignment)
 
 

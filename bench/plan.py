@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+import rivals
 from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
-from longctx.comparison.baselines import BASELINES, plan_fixed_static
-from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.comparison.baselines import fixed_degree, plan_fixed_static
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.modelled import COLUMNS, Case, PlannerRow
 from longctx.comparison.steps import fit
@@ -44,8 +44,8 @@ STRETCHED = 2 << 20
 """Tokens of the longest document of every step with stretched documents."""
 FEW_LONG = "few_long"
 WINDOWS = (2, 4, 8)
-SYSTEMS = BASELINES | RIVALS
-TITLES = modelled.TITLES | {name: rival.title for name, rival in RIVALS.items()}
+PLACES = modelled.PLACES | RIVALS
+TITLES = modelled.TITLES | rivals.TITLES
 PLANNERS = (*modelled.PLANNERS, *RIVALS)
 FIGURES = [name for name in COLUMNS if name != "seed"]
 
@@ -131,7 +131,7 @@ def main() -> None:
     columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES, *SingleDegree.__annotations__]
     table = Table(given.out.with_suffix(".csv"), columns, about, overwrite=True)
     # A small step first, so that imports and first calls do not count as planning time.
-    modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile, PLANNERS, baselines=SYSTEMS)
+    modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile, PLANNERS, PLACES)
     results: list[Result] = []
     for number, setting in enumerate(wanted, 1):
         print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
@@ -155,7 +155,7 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> Result:
     steps = draw_steps(setting, seeds)
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=longest)
-        planned = modelled.compare_case(case, profile, PLANNERS if speedups else ("auto", "static"), baselines=SYSTEMS)[0]
+        planned = modelled.compare_case(case, profile, PLANNERS if speedups else ("auto", "static"), PLACES)[0]
         began_s = time.process_time()
         make_plan(lengths, ranks=setting.ranks, tokens_per_rank=TOKENS_PER_RANK, profile=profile)
         auto_ms = 1e3 * (time.process_time() - began_s)

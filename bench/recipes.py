@@ -105,10 +105,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
-    "answerdotai/ModernBERT-base": {"model_type": "modernbert", "tie_word_embeddings": True},
     "Qwen/Qwen3-Next-80B-A3B-Instruct": {"model_type": "qwen3_next", "tie_word_embeddings": False},
 }
-"""Sizes in the configs of the checkpoints; those of the last two are the defaults of transformers."""
+"""Sizes in the configs of the checkpoints; those of the last one are the defaults of transformers."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,6 @@ RECIPES = (
     Recipe("An 8B from new weights at 128k on 64 H100s", "pretrain-8b-128k", 64),
     Recipe("Llama 3.1 70B at 128k on 64 H100s", "llama-70b-128k", 64),
     Recipe("Qwen3 30B-A3B at 64k on 16 H100s", "qwen3-30b-a3b-64k", 16),
-    Recipe("An encoder at 8k on 8 H100s", "encoder-8k", 8),
     Recipe("A hybrid of linear and full attention, 80B-A3B, at 128k on 64 H100s", "hybrid-80b-128k", 64),
 )
 

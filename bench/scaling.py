@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from harness import Table, command, facts, markdown, options
-from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
+from longctx.comparison.baselines import fixed_degree, place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.splits.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
 from longctx.comparison.splits.search import memory_of, possible_splits, search

@@ -13,8 +13,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from harness import Table, facts, options
-from longctx.comparison.baselines import plan_fixed_static
-from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.comparison.baselines import fixed_degree, plan_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan

@@ -2,7 +2,7 @@
 
 The modules stand side by side in the order of that path: `corpus`, `readers`, `formats` and `messages` read; `tokenizer`,
 `pretrained`, `chat`, `template` and `markup` encode; `request`, `prepare`, `store_folder` and `writer` write a store; `store`,
-`sampler`, `mixture`, `masking`, `packing` and `loader` read it for training.
+`sampler`, `mixture`, `packing` and `loader` read it for training.
 """
 
 if __name__ != "longctx.data":

@@ -30,7 +30,6 @@ class EncodedDocument(NamedTuple):
         straddling: number of target tokens that also contain text that is not trained on.
         left_out: names of what the conversation says and the template does not show.
         too_long: whether it is dropped, as it is too long, or has no target when cut; `truncated`: whether it is cut.
-        source: number of tokens that an encoder reads, of documents for encoder-decoders.
         thoughts: number of turns that the template begins with an empty thought, which is not trained on.
     """
 
@@ -45,7 +44,6 @@ class EncodedDocument(NamedTuple):
     thoughts: int = 0
     too_long: bool = False
     truncated: bool = False
-    source: int = 0
 
 
 @dataclass
@@ -60,7 +58,6 @@ class Encoder:
         max_length: maximum number of tokens of a conversation, or of token ids with a mask; None: no limit.
         long_documents: what happens to longer ones: error, drop, truncate_left (keeps the end) or truncate_right.
         workers: number of threads; None: one per core.
-        start: token that the decoder of an encoder-decoder reads first; None: the store is for other models.
     """
 
     tokenizer: Tokenizer
@@ -71,7 +68,6 @@ class Encoder:
     max_length: int | None = None
     long_documents: str = "error"
     workers: int | None = None
-    start: int | None = None
 
     def __post_init__(self) -> None:
         self._chatml = ChatML(self.tokenizer)
@@ -106,16 +102,12 @@ class Encoder:
         )
         rows = []
         for document in documents:
-            if self.start is not None:
-                self._check_pair(document)
             if document.ids is not None:
                 row = self._with_ids(document, document.ids)
             elif self._has_template(document):
                 row = self._templated(document, *next(rendered))
             else:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
-            if self.start is not None:
-                row = self._with_start(row)
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
@@ -129,41 +121,15 @@ class Encoder:
             return row
         if self.long_documents == "drop":
             return row._replace(too_long=True)
-        if row.source or self.long_documents not in TRUNCATED:
-            ways = "drop (a source cannot be cut)" if row.source else "drop, truncate_left (keeps the end) or truncate_right"
+        if self.long_documents not in TRUNCATED:
             raise ChatError(
                 f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: give --long-documents "
-                f"{ways}, or raise --max-length"
+                "drop, truncate_left (keeps the end) or truncate_right, or raise --max-length"
             )
         span = slice(-limit, None) if self.long_documents == "truncate_left" else slice(limit)
         trained = None if row.trained is None else row.trained[span]
         without = trained is not None and not trained[1:].any()
         return row._replace(tokens=row.tokens[span], trained=trained, too_long=without, truncated=not without)
-
-    def _check_pair(self, document: Document) -> None:
-        """Raises ChatError unless a document has a source and a target, for an encoder-decoder."""
-        roles = [message["role"] for message in document.messages]
-        if not roles or roles[-1] != "assistant":
-            raise ChatError(
-                f"{document.name} is of format {document.format}, but an encoder-decoder learns pairs: give records with "
-                "`source` and `target`, `document` and `summary`, `prompt` and `completion`, or conversations that end with an "
-                "answer"
-            )
-        if self.template is None and (roles != ["user", "assistant"] or document.tools):
-            raise ChatError(
-                f"{document.name} has messages of {', '.join(roles)}, for which the tokenizer has no chat template: give one "
-                "source and one target, or --chat-template FILE"
-            )
-
-    def _with_start(self, row: EncodedDocument) -> EncodedDocument:
-        """Cuts a row into source and target before the first token that is trained on, and begins the target by `start`."""
-        assert row.trained is not None and self.start is not None
-        cut = int((row.trained != 0).argmax())
-        if not cut:
-            raise ChatError(f"{row.document.name} has no source, or no token to train on: remove it")
-        tokens = np.insert(row.tokens, cut, np.array(self.start, row.tokens.dtype))
-        trained = np.concatenate([row.trained[:cut], np.zeros(1, row.trained.dtype), row.trained[cut:]])
-        return row._replace(tokens=tokens, trained=token_weights(trained), source=cut)
 
     def _has_template(self, document: Document) -> bool:
         return bool(document.messages) and self.template is not None
@@ -208,10 +174,6 @@ class Encoder:
         counts = sum(text.characters for text in texts), sum(text.lost for text in texts)
         if document.text is not None:
             return EncodedDocument(document, np.concatenate([self.begin, texts[0].tokens, self._end]), None, *counts)
-        if self.start is not None:  # without a template
-            tokens = np.concatenate([self.begin, texts[0].tokens, texts[1].tokens, self._end])
-            of_target = np.arange(len(tokens)) >= len(self.begin) + len(texts[0].tokens)
-            return EncodedDocument(document, tokens, token_weights(of_target * document.message_weights.get(1, 1.0)), *counts)
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")

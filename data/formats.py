@@ -5,7 +5,6 @@ A record has the first of these formats that its keys allow (keys whose value is
     messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
     conversations       ShareGPT: [{"from": "human", "value": ..}, ..], with an optional `system`
     prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is trained on;
-                        or else `source` and `target`, or `document` and `summary`
     instruction-output  `instruction`, optional `input`, and `output` or `response`
     text                one text, all of it trained on
     token-ids           `input_ids`, tokens that another program made, with the loss by `labels` or a mask (see `token_ids`)
@@ -36,8 +35,6 @@ FORMATS = {
     "instruction-output": (("instruction", "output"), ("instruction", "response")),
 }
 """Required keys of each conversation format."""
-OTHER_NAMES = (("source", "target"), ("document", "summary"))
-"""Names of a prompt and its completion in data for encoder-decoders."""
 _REQUIRED = {key for groups in FORMATS.values() for group in groups for key in group}
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""
@@ -132,13 +129,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
 
 
 def _usual(key: str, keys: Collection[str]) -> str:
-    """Returns `prompt` for the `query` of a response, as ms-swift calls it, and any other key as it is.
-
-    Without keys of another format, `source` and `target`, or `document` and `summary`, are a prompt and its completion.
-    """
-    for pair in OTHER_NAMES:
-        if key in pair and set(pair) <= set(keys) and not set(keys) & {"text", "input_ids", *_REQUIRED}:
-            return ("prompt", "completion")[pair.index(key)]
+    """Returns `prompt` for the `query` of a response, as ms-swift calls it, and any other key as it is."""
     return "prompt" if key == "query" and "response" in keys and not {"prompt", "instruction"} & set(keys) else key
 
 
@@ -252,9 +243,8 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
         if kind in names:
             return kind
     raise FormatError(
-        f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, "
-        "source and target, or input_ids, "
-        f"only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a conversation"
+        f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
+        f"input_ids, only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a conversation"
     )
 
 

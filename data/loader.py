@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import make_steps
-from longctx.data.packing import StepBatch, pack, pack_documents, pack_with_sources
+from longctx.data.packing import StepBatch, pack, pack_documents
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.data.trees import Merged
@@ -30,13 +29,12 @@ _WAYS_OUT = {
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's value",
     "held_out": "set data.held_out to the run's value",
-    "without_targets": "give the masked.share that the run began with, or none",
 }
 """Values that must be unchanged for the cursor to mean the same documents, and the way out if they differ."""
 
 
 Planner = Callable[..., Plan]
-"""Makes the plan of a step from the lengths of its documents, and from `trees` or `sources` if there are any."""
+"""Makes the plan of a step from the lengths of its documents, and from `trees` if there are any."""
 
 
 class LoaderError(UserError):
@@ -54,7 +52,6 @@ class Loader(Iterator[StepBatch]):
         seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
         held_out_share: share of the documents held out from all steps; see `held_out`.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
-        masking: masks of an encoder's tokens (None: labels are next tokens).
         ahead: number of later tokens to read for every token, for multi-token prediction.
         merging: merges the documents of a step that begin alike; None: they stay apart.
 
@@ -74,7 +71,6 @@ class Loader(Iterator[StepBatch]):
         long_documents: str | None = None,
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
-        masking: Masking | None = None,
         ahead: int = 0,
         merging: Merging | None = None,
     ) -> None:
@@ -93,7 +89,6 @@ class Loader(Iterator[StepBatch]):
             "max_length": max_length,
             "long_documents": long_documents or "split",  # of documents that may be: all others fit
             "held_out": held_out_share,
-            "without_targets": self.sampler.state(self.sampler.start)["without_targets"],
         }
         self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier runs that this one lacks
         self._store = store
@@ -101,7 +96,6 @@ class Loader(Iterator[StepBatch]):
         self._ranks = ranks
         self.planner, self._merging = planner, merging
         self._pad_to_multiple_of = pad_to_multiple_of
-        self._masking = masking
         self._later = ahead
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
@@ -158,8 +152,8 @@ class Loader(Iterator[StepBatch]):
         self._earlier = {fingerprint: earlier for fingerprint, earlier in seen.items() if fingerprint not in positions}
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here."""
-        state = {"mix": None, **state}  # which a single store has not
+        """Returns a saved state. Raises LoaderError if one of `keys` has another value here."""
+        state = {"mix": None, **state}  # absent of single stores
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(
@@ -200,7 +194,7 @@ class Loader(Iterator[StepBatch]):
         plan, merged = plan_step(self._store, pieces, self.planner, self._merging)
         if plan.ranks != self._ranks:
             raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
-        options = (self._pad_to_multiple_of, self._masking, self._later)
+        options = (self._pad_to_multiple_of, self._later)
         return read_step(self._store, pieces, plan, self._rank, step, *options, merged), next_cursor
 
 
@@ -217,11 +211,11 @@ def _identity_of(store: Store) -> dict[str, Any]:
 def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the position in each store, and how its documents are cut, by the fingerprint of the store."""
     several = isinstance(state["fingerprint"], list)
-    keys = ("fingerprint", "cursor", "epoch", "longest", "without_targets")
+    keys = ("fingerprint", "cursor", "epoch", "longest")
     columns = [state[key] if several else [state[key]] for key in keys]
     return {
-        fingerprint: {"cut": [longest, state["long_documents"], several, left_out], "cursor": cursor, "epoch": epoch}
-        for fingerprint, cursor, epoch, longest, left_out in zip(*columns, strict=True)
+        fingerprint: {"cut": [longest, state["long_documents"], several], "cursor": cursor, "epoch": epoch}
+        for fingerprint, cursor, epoch, longest in zip(*columns, strict=True)
     }
 
 
@@ -230,8 +224,6 @@ def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: 
     merged = None if merging is None else merging.of(store, pieces)
     lengths = [piece.length for piece in pieces] if merged is None else merged.lengths
     options: dict[str, Any] = {} if merged is None else {"trees": merged.trees}
-    if store.source_lengths is not None:
-        options["sources"] = [int(store.source_lengths[piece.document]) for piece in pieces]
     plan = planner(lengths, **options)
     if list(plan.lengths) != lengths:
         raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
@@ -245,25 +237,18 @@ def read_step(
     rank: int,
     step: int = 1,
     pad_to_multiple_of: int = 1,
-    masking: Masking | None = None,
     ahead: int = 0,
     merged: Merged | None = None,
 ) -> StepBatch:
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
-    targets = [count_targets(store, piece, masking) for piece in pieces]
+    targets = [store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
-    amounts = (
-        targets if not store.weighted else [weigh_targets(store, *of, masking) for of in zip(pieces, targets, strict=True)]
-    )
+    amounts = targets if not store.weighted else [weigh_targets(store, *of) for of in zip(pieces, targets, strict=True)]
     names = [_name(store, piece) for piece in pieces]
     if merged is None:
-        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "masking": masking, "ahead": ahead}
-        options["weighted"] = store.weighted
+        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "ahead": ahead, "weighted": store.weighted}
         numbers = range(len(plan.micro_batches))
-        if plan.sources:
-            micro_batches = [pack_with_sources(store, pieces, plan.cross_layout(number, rank), **options) for number in numbers]
-        else:
-            micro_batches = [pack(store, pieces, plan.layout(number, rank), **options) for number in numbers]
+        micro_batches = [pack(store, pieces, plan.layout(number, rank), **options) for number in numbers]
     else:
         documents = merged.tokens, merged.labels
         micro_batches, _ = pack_documents(plan, rank, *documents, pad_to_multiple_of=pad_to_multiple_of, shift=False)
@@ -282,20 +267,10 @@ def read_step(
     )
 
 
-def count_targets(store: Store, piece: Piece, masking: Masking | None) -> int:
-    """Returns the number of targets of a piece. With `masking` this reads the piece."""
-    if masking is not None:
-        return int(masking.targets(store, piece).sum())
-    return store.target_tokens(piece.document, piece.start, piece.stop)
-
-
-def weigh_targets(store: Store, piece: Piece, count: int, masking: Masking | None) -> float:
+def weigh_targets(store: Store, piece: Piece, count: int) -> float:
     """Returns the sum of the weights of the `count` targets of a piece, without the weight of its document."""
     weights = store.token_weights(piece.document, piece.start, piece.stop)
-    if weights is None:
-        return count
-    targets = weights[1:] if masking is None else weights[masking.targets(store, piece)]
-    return float(targets.sum(dtype=np.float64))
+    return count if weights is None else float(weights[1:].sum(dtype=np.float64))
 
 
 def names_of_merged(names: Sequence[str], merged: Merged) -> list[str]:

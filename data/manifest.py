@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
+from longctx.checksums import damage, inside, persistent, sealed, unsealed
 from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
-VERSION, WITH_WEIGHTS, WITH_SOURCES = 1, 2, 3
+VERSION, WITH_WEIGHTS = 1, 2
 """Versions of stores without and with weights of tokens, and for encoder-decoders."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -56,7 +56,6 @@ class Manifest:
         untrained_documents: number of documents left out because they switch off the loss of everything.
         unused: number of records with each key that is not used.
         left_out: number of conversations of which the chat template does not show a part, by part.
-        start_token: token that a decoder reads first, before each target; None: the store is not for encoder-decoders.
         limits: maximum number of documents and of bytes, where reading stopped.
     """
 
@@ -99,7 +98,6 @@ class Manifest:
     untrained_documents: int = 0
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
-    start_token: int | None = None
     limits: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
 
@@ -140,9 +138,9 @@ class Manifest:
             raise StoreError(
                 f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
             ) from error
-        if kind != FORMAT or version not in range(VERSION, WITH_SOURCES + 1):
+        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS):
             raise StoreError(
-                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} to {WITH_SOURCES}: "
+                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} and {WITH_WEIGHTS}: "
                 f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
             )
         again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
@@ -163,9 +161,9 @@ class Manifest:
                 )
         return manifest
 
-    def damage(self, folder: Path, name: str, read: Read = lambda count: None) -> str:
+    def damage(self, folder: Path, name: str) -> str:
         """Reads a file of the store. Returns what is wrong with it; empty if nothing is, or if it has no checksums."""
-        return damage(folder / name, self.checksums[name], read) if self.checksums else ""
+        return damage(folder / name, self.checksums[name]) if self.checksums else ""
 
 
 def is_store(folder: Path) -> bool:

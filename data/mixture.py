@@ -27,15 +27,11 @@ def make_steps(
     max_length: int,
     long_documents: str | None,
     held_out_share: float,
-    masked: bool = False,
 ) -> Steps:
-    """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`.
-
-    `masked`: whether tokens are masked, which makes targets by chance; otherwise pieces without a target are left out.
-    """
+    """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
     left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
     cut: dict[str, Any] = {"seed": seed, "max_length": max_length, "long_documents": long_documents}
-    cut["has_targets"] = None if masked else store.has_targets
+    cut["has_targets"] = store.has_targets
     if len(store.sources) > 1:
         return Mixture(store, global_tokens=global_tokens, left_out=left_out, **cut)
     return Sampler(
@@ -43,7 +39,6 @@ def make_steps(
         global_tokens=global_tokens,
         name=store.name,
         left_out=left_out,
-        unsplit=store.unsplit,
         partly=store.partly_trained,
         **cut,
     )
@@ -85,7 +80,6 @@ class Mixture:
                     name=store.name,
                     left_out=others,
                     partly=store.partly_trained,
-                    unsplit=store.unsplit,
                     has_targets=has_targets,
                     stream=np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist(),
                 )

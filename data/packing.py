@@ -1,8 +1,8 @@
 """Packing: fills the buffer of a rank for one micro-batch, by the plan's layout, from a store or from documents in memory.
 
 The buffer concatenates the spans [head; tail] of the rank's documents in the order of the layout; only these spans are read.
-Labels are shifted in the whole document before it is cut, so that they do not depend on the plan; masked tokens do not either
-(see `masking`). This module needs only torch and numpy, so that your own trainer can use it.
+Labels are shifted in the whole document before it is cut, so that they do not depend on the plan. This module needs only torch
+and numpy, so that your own trainer can use it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.masking import Masking
 from longctx.errors import UserError
 from longctx.planning.layout import CrossLayout, Layout, Span
 from longctx.planning.plan import Plan
@@ -42,7 +41,7 @@ class MicroBatch:
         index: index of the micro-batch in the plan.
         layout: spans of documents that the rank holds, and their rows in the buffer.
         tokens: int64 `[T]`; padding is 0.
-        labels: int64 `[T]`; the next token of the same document, or with masking the token itself; -100 without a target and
+        labels: int64 `[T]`; the next token of the same document, or of an encoder the token itself; -100 without a target and
             in padding.
         positions: int64 `[T]`; position in the document, or on the path of a tree, from 0; padding is 0.
         later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
@@ -133,42 +132,29 @@ def pack(
     layout: Layout,
     *,
     pad_to_multiple_of: int = 1,
-    masking: Masking | None = None,
     ahead: int = 0,
     weighted: bool = False,
 ) -> MicroBatch:
     """Reads a rank's share of a micro-batch. `pieces` are the training documents, by the plan's document index.
 
-    Labels are next tokens, or with `masking` the masked tokens. `ahead`: number of later tokens to read for every token.
+    `ahead`: number of later tokens to read for every token.
     `weighted`: whether to read weights of tokens, which a step has for all rows or for none.
     """
 
     def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
         piece = pieces[document]
-        if masking is not None:
-            return masking.read(store, piece, start, stop)
         return store.read(piece.document, piece.start + start, piece.start + stop, end=piece.stop)
 
     def weights(document: int, start: int, stop: int) -> npt.ArrayLike:
-        piece, shift = pieces[document], masking is None  # a row has the weight of its label
+        piece = pieces[document]  # a row has the weight of its label
         found = np.ones(stop - start, np.float32)
-        own = store.token_weights(piece.document, piece.start + start + shift, min(piece.start + stop + shift, piece.stop))
+        own = store.token_weights(piece.document, piece.start + start + 1, min(piece.start + stop + 1, piece.stop))
         if own is not None:
             found[: len(own)] = own
         return found
 
     filled = fill(layout, read, pad_to_multiple_of, ahead)
     return with_weights(filled, weights) if weighted else filled
-
-
-def pack_with_sources(store: "Store", pieces: "Sequence[Piece]", cross: CrossLayout, **options: Any) -> MicroBatch:
-    """Reads a rank's share of a micro-batch of an encoder-decoder; arguments as in `pack`."""
-    assert store.source_lengths is not None
-    cuts = [int(store.source_lengths[piece.document]) for piece in pieces]
-    sources = [replace(piece, stop=cut) for piece, cut in zip(pieces, cuts, strict=True)]
-    targets = [replace(piece, start=cut) for piece, cut in zip(pieces, cuts, strict=True)]
-    read = pack(store, sources, cross.sources, **{**options, "weighted": False})
-    return with_source(pack(store, targets, cross.targets, **options), read, cross)
 
 
 def with_source(written: MicroBatch, read: MicroBatch, cross: CrossLayout, **more: Any) -> MicroBatch:

@@ -25,7 +25,6 @@ from longctx.data.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
     VERSION,
-    WITH_SOURCES,
     WITH_WEIGHTS,
     Manifest,
     StoreError,
@@ -137,7 +136,6 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         max_length=request.max_length,
         long_documents=long_documents,
         workers=workers,
-        start=request.start,
     )
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
@@ -145,10 +143,10 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
     conversations = bool(set(counts.formats) - WITHOUT_TEMPLATE)
     if request.given is None and TOKEN_IDS in counts.formats:
         raise _unnamed(request.corpus)
-    if pretrained is not None and request.templates is None and conversations and request.start is None:
+    if pretrained is not None and request.templates is None and conversations:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer)
-    write_dataset_files(folder, tokenizer, parts, fingerprint, request.start is not None)
+    write_dataset_files(folder, tokenizer, parts, fingerprint)
     manifest = _manifest(
         folder,
         request.corpus,
@@ -160,7 +158,6 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
         max_length=request.max_length,
-        start_token=request.start,
     )
     if 2 * manifest.lost_characters > manifest.characters:
         raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
@@ -264,8 +261,7 @@ def _manifest(
         if file.is_file() and file.name not in NOTES
     }
     written = {part.file: part.checksums for part in parts}
-    weighted, sources = any(part.weighted for part in parts), settings["start_token"] is not None
-    version = max(VERSION, WITH_WEIGHTS * weighted, WITH_SOURCES * sources)
+    version = WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION
     return Manifest(
         **settings,
         source=corpus.source,

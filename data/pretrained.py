@@ -14,7 +14,7 @@ import numpy as np
 
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import first_line, install
-from longctx.tokenizer_files import TOKENIZER_FILES, find, is_seq2seq, read_json, start_token
+from longctx.tokenizer_files import TOKENIZER_FILES, find, read_json
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
@@ -35,7 +35,6 @@ class Pretrained:
         variables: variables of the templates: the special tokens by role.
         ends: all end-of-text and end-of-turn tokens.
         folder, files: files that an export needs, relative to the folder.
-        start: token that the decoder of an encoder-decoder reads first; None for other models.
         reads_images: whether the model reads images, so that its template takes contents as lists.
     """
 
@@ -48,7 +47,6 @@ class Pretrained:
     folder: Path
     files: Sequence[Path]
     reads_images: bool = False
-    start: int | None = None
 
     @classmethod
     def load(cls, name: str, end_of_document: str | None = None) -> "Pretrained":
@@ -87,10 +85,6 @@ class Pretrained:
             tokenizer = Tokenizer(backend.to_str(), end)
         except TokenizerError as error:
             raise TokenizerError(f"{name}: {error}") from error
-        config = read_json(folder / "config.json")
-        start = start_token(config)
-        if start is None and is_seq2seq(config):
-            raise TokenizerError(f"{name}: config.json is of an encoder-decoder without decoder_start_token_id: set it there")
         return cls(
             name,
             tokenizer,
@@ -101,7 +95,6 @@ class Pretrained:
             folder,
             find(folder, FILES),
             any((folder / name).is_file() for name in PROCESSOR_FILES),
-            start,
         )
 
 

@@ -48,11 +48,6 @@ class StoreRequest:
     source: str
     settings: Mapping[str, Any]
 
-    @property
-    def start(self) -> int | None:
-        """Token that the decoder of the checkpoint reads first, if it is an encoder-decoder."""
-        return None if self.pretrained is None else self.pretrained.start
-
     @classmethod
     def of(
         cls,
@@ -75,17 +70,9 @@ class StoreRequest:
         if long_documents not in TREATMENTS:
             raise ChatError(f"long_documents is {long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
         ready_made, pretrained = _given_tokenizer(tokenizer, end_of_document)
-        start = None if pretrained is None else pretrained.start
-        wrong = ["--train-on all"] * (train_on == "all") + ["--chat-template chatml"] * (chat_template == "chatml")
-        if start is not None and wrong:
-            raise ChatError(
-                f"{tokenizer} is an encoder-decoder, whose target is the last answer alone, without ChatML: omit "
-                f"{' and '.join(wrong)}"
-            )
-        train_on = train_on if start is None else "last"
         templates = _with_variables(_templates(pretrained, chat_template), variables)
         settings: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "long_documents": long_documents}
-        settings |= {"start": start, "empty_thoughts": empty_thoughts}
+        settings["empty_thoughts"] = empty_thoughts
         template = None
         if pretrained is not None:
             settings["begin"] = pretrained.begin.tolist()
@@ -124,8 +111,6 @@ class StoreRequest:
 
     def template_in_words(self, tokenizer: Tokenizer) -> str:
         """Describes the chat template, and how the tokens to train on were found."""
-        if self.templates is None and self.start is not None:
-            return "none: sources and targets as they are"
         if self.templates is None:
             reason = "" if self.chat_template == "chatml" else ", as the tokenizer has no chat template"
             if ChatML(tokenizer).matches_rendering:

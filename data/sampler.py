@@ -104,24 +104,13 @@ def check_long(
     max_length: int,
     long_documents: str | None,
     name: Callable[[int], str],
-    unsplit: tuple[str, str, str] | None,
 ) -> None:
-    """Raises SamplerError if `count` documents are too long and may not be.
-
-    `unsplit`: words for documents that are never split, for these with a verb, and for what drop does; None: all may be.
-    """
+    """Raises SamplerError if `count` documents are too long and may not be."""
     longest = int(np.where(taken, lengths, 0).argmax())
-    if unsplit is not None and long_documents not in ("drop", "error"):
-        raise SamplerError(
-            f"{count} {unsplit[0]}, such as {name(longest)!r} with {lengths[longest]:,} tokens, have more than the "
-            f"{max_length:,} tokens that fit, and {unsplit[1]} never split or cut: set "
-            f"data.long_documents to drop, {unsplit[2]}, raise data.max_length, or use more ranks or more batch.tokens_per_rank"
-        )
     if long_documents == "error":
-        ways = "split or drop" if unsplit is None else "drop"
         raise SamplerError(
             f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {count} of {int(taken.sum())} documents "
-            f"have more than the {max_length:,} that fit: set data.long_documents to {ways}, raise "
+            f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise "
             "data.max_length, or use more ranks or more batch.tokens_per_rank"
         )
 
@@ -153,7 +142,6 @@ class Sampler:
         partly: documents of which some tokens have no loss, as of conversations, bool `[documents]`; None: no document.
         name: returns the name of a document for error messages.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
-        unsplit: words for documents that are never split, see `check_long`; None: all may be.
         has_targets: returns which pieces have a target, given their documents, starts and ends; None: all have.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
@@ -161,7 +149,6 @@ class Sampler:
         pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch, or tokens by truncation.
-        without_targets: number of pieces that are left out because they have no target; None: such pieces are taken.
 
     Raises SamplerError for a long document under `error`, and if no document is left.
     """
@@ -179,7 +166,6 @@ class Sampler:
         name: Callable[[int], str] = str,
         partly: npt.NDArray[np.bool_] | None = None,
         left_out: npt.NDArray[np.bool_] | None = None,
-        unsplit: tuple[str, str, str] | None = None,
         has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
         stream: Sequence[int] = (),
     ) -> None:
@@ -188,7 +174,7 @@ class Sampler:
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
         if self.long:
-            check_long(lengths, taken, self.long, max_length, long_documents, name, unsplit)
+            check_long(lengths, taken, self.long, max_length, long_documents, name)
         if long_documents is None and partly is not None and (refused := is_long & partly).any():
             longest = int(np.where(refused, lengths, 0).argmax())
             raise SamplerError(
@@ -216,7 +202,6 @@ class Sampler:
             self._start = np.maximum(lengths[documents] - max_length, 0)
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
         self.dropped_tokens += int((lengths[documents] - (self._stop - self._start)).sum()) if cut else 0
-        self.without_targets: int | None = None
         if has_targets is not None:
             self._keep(has_targets(self._document, self._start, self._stop))
         self.pieces = len(self._document)
@@ -229,7 +214,6 @@ class Sampler:
 
     def _keep(self, has_target: npt.NDArray[np.bool_]) -> None:
         """Leaves out the pieces without a target."""
-        self.without_targets = int((~has_target).sum())
         if not has_target.any():
             raise SamplerError(
                 f"none of the {len(has_target):,} documents has a token to train on: give a store with other documents"
@@ -252,9 +236,8 @@ class Sampler:
         return tuple(Piece(*span) for span in spans)
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """Returns a cursor as plain JSON data, with its epoch, the length of the longest piece and the pieces left out."""
-        cut = {"longest": self.longest, "without_targets": self.without_targets}
-        return {"cursor": cursor, "epoch": self.epoch(cursor), **cut}
+        """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece."""
+        return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
         """Returns the cursor of a saved `state`."""

@@ -8,8 +8,6 @@ A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream file
     trained_tokens  int64, number of targets: labels of the whole document other than -100
     trained         list<bool>, which tokens may be targets; null means all (every document but conversations)
     weight          float64, weight of each of its targets in the loss
-    source_length   int64, number of its first tokens that an encoder reads; the decoder reads the others, which begin with the
-                    start token; only stores for encoder-decoders have it
     token_weights   list<float32>, further factor of each target in the loss; null means 1; only files that need it have it
 
 The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
@@ -41,8 +39,8 @@ from longctx.errors import shell
 Int64Array = npt.NDArray[np.int64]
 
 
-def store_schema(tokenizer: Tokenizer, weighted: bool = False, sources: bool = False) -> Any:
-    """Returns the Arrow schema of a store's files, with weights of tokens if `weighted`, or `sources` of targets."""
+def store_schema(tokenizer: Tokenizer, weighted: bool = False) -> Any:
+    """Returns the Arrow schema of a store's files, with weights of tokens if `weighted`."""
     columns = {
         "name": pyarrow.string(),
         "tokens": pyarrow.list_(pyarrow.from_numpy_dtype(tokenizer.dtype)),
@@ -51,8 +49,6 @@ def store_schema(tokenizer: Tokenizer, weighted: bool = False, sources: bool = F
         "trained": pyarrow.list_(pyarrow.bool_()),
         "weight": pyarrow.float64(),
     }
-    if sources:
-        columns["source_length"] = pyarrow.int64()
     if weighted:
         columns["token_weights"] = pyarrow.list_(pyarrow.float32())
     return pyarrow.schema(columns.items())
@@ -87,10 +83,7 @@ class Store:
         weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
         tokenizer: tokenizer that made the tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
-        source_lengths: tokens per document that an encoder reads, int64 `[documents]`; None: not for encoder-decoders.
     """
-
-    source_lengths: Int64Array | None = None
 
     def __init__(
         self,
@@ -110,8 +103,6 @@ class Store:
         self._table = table
         self.lengths: Int64Array = table.column("length").to_numpy()
         self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
-        if "source_length" in table.column_names:
-            self.source_lengths = table.column("source_length").to_numpy()
         weights = table.column("weight")
         all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number suffices
         self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
@@ -169,11 +160,6 @@ class Store:
                     f"store {store.path} was made with another tokenizer than store {first.path}: prepare both with the same "
                     f"tokenizer (`longctx prepare --tokenizer {shell(first.path / TOKENIZER)}`)"
                 )
-            if store.start_token != first.start_token:
-                raise StoreError(
-                    f"one of {store.path} and {first.path} is for encoder-decoders, or they begin targets with other tokens: "
-                    "prepare both for the same checkpoint"
-                )
         ends = itertools.accumulate(map(len, stores))
         sources = [
             Source(store.path, store.fingerprint, range(end - len(store), end), amount, unit)
@@ -185,16 +171,6 @@ class Store:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def start_token(self) -> int | None:
-        """Token that a decoder reads first, before each target; None: the store is not for encoder-decoders."""
-        return self.manifest.start_token
-
-    @property
-    def unsplit(self) -> tuple[str, str, str] | None:
-        """Words for documents that are never split, see `check_long`; None: all may be."""
-        return None if self.start_token is None else ("sources with their targets", "they are", "which drops both")
 
     @property
     def partly_trained(self) -> npt.NDArray[np.bool_]:

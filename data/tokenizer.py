@@ -30,7 +30,6 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|endâ–ofâ–
 ANOTHER_TOKENIZER = (
     "use a tokenizer that represents every character, such as --tokenizer bpe or bytes, or one with byte fallback"
 )
-KNOWN_MASKS = ("[MASK]", "<mask>", "<|mask|>")
 """Mask tokens to look for in a given tokenizer.json, in this order."""
 LARGEST_VOCABULARY = (1 << 31) - 1
 LARGEST_TRAINED = 1 << 24
@@ -132,20 +131,6 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read as a tokenizer.json: {error.strerror}") from error
         except ValueError as error:
             raise TokenizerError(f"{path}: {error}") from error
-
-    def mask_token(self, token: str | None = None) -> int:
-        """Returns the id of the mask token; by default of the first of `KNOWN_MASKS` in the vocabulary.
-
-        Raises TokenizerError if the vocabulary has none.
-        """
-        candidates = KNOWN_MASKS if token is None else (token,)
-        numbers = (self._inner.token_to_id(candidate) for candidate in candidates)
-        mask = next((number for number in numbers if number is not None), None)
-        if mask is None:
-            raise TokenizerError(
-                f"none of {', '.join(candidates)} is in the vocabulary: name its mask token (masked.token TOKEN)"
-            )
-        return mask
 
     @cached_property
     def ordinary(self) -> npt.NDArray[np.int64]:

@@ -82,7 +82,7 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCo
             if writer is not None and weighted > writer.part.weighted:
                 finish(writer)
                 writer = None
-            options = encoder.tokenizer, weighted, encoder.start is not None
+            options = encoder.tokenizer, weighted
             writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", *options)
             writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
@@ -143,9 +143,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 class _PartWriter:
     """Writes one Arrow stream file, one record batch at a time."""
 
-    def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool, sources: bool) -> None:
+    def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool) -> None:
         self._file = file
-        self._schema, self._sources = store_schema(tokenizer, weighted, sources), sources
+        self._schema = store_schema(tokenizer, weighted)
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self.part = Part(file.name, weighted=weighted)
@@ -172,8 +172,6 @@ class _PartWriter:
             _lists([None if mask is None else mask != 0 for mask in masks], np.bool_),
             pyarrow.array(weights, pyarrow.float64()),
         ]
-        if self._sources:
-            columns.append(pyarrow.array([row.source for row in rows], pyarrow.int64()))
         if self.part.weighted:
             columns.append(_lists([mask if _has_weights(mask) else None for mask in masks], np.float32))
         self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
@@ -223,11 +221,11 @@ def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str, sources: bool) -> None:
-    """Writes the files that `datasets.load_from_disk` needs besides the Arrow files, which may have `sources`."""
+def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str) -> None:
+    """Writes the files that `datasets.load_from_disk` needs besides the Arrow files."""
     import datasets  # imported here: it takes a second, and only preparing needs it
 
-    schema = store_schema(tokenizer, any(part.weighted for part in parts), sources)
+    schema = store_schema(tokenizer, any(part.weighted for part in parts))
     features = datasets.Features.from_arrow_schema(schema)
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {

@@ -8,6 +8,8 @@ the mean of all tokens, learn which two documents are halves of one text. Loss a
 that runs the documents one by one with plain attention.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from sample_documents import read_documents, report
@@ -15,8 +17,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
 from longctx import HardwareProfile, Plan, make_plan, pack_documents
-from longctx.attention import pool_documents, warm_up
+from longctx.attention import warm_up
 from longctx.attention.huggingface import model_inputs, prepare
+from longctx.planning.layout import Layout
 
 FILES = 3
 TEMPERATURE = 0.1
@@ -42,6 +45,44 @@ class Heads(torch.nn.Module):
         similar = (embedded @ embedded.T / TEMPERATURE).masked_fill(itself, -torch.inf)
         matched = F.cross_entropy(similar[mine], mine ^ 1, reduction="sum")  # documents 2k and 2k + 1 are halves of one text
         return (classified + matched) / len(labels)
+
+
+def pool_documents(hidden: torch.Tensor, layout: Layout, documents: int, how: str) -> torch.Tensor:
+    """Returns the mean or the first token's hidden states of every document, [documents, hidden], the same on every rank.
+
+    Documents of other micro-batches are zero, so that the results of all micro-batches of a step can be added. `hidden` is
+    [tokens, hidden] in the order of the layout; rows after its tokens are padding. Backward sums the gradients of all ranks, so
+    each document's loss is computed on one rank only. Collective: every rank calls it for every micro-batch, in the same order.
+    """
+    states = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    places, vectors = list[int](), [states[:0]]  # so that a rank without tokens takes part in backward
+    for shard in layout.shards:
+        rows = states[shard.offset : shard.offset + shard.tokens]
+        if how == "mean":
+            vectors.append(rows.sum(0, keepdim=True) / shard.length)
+        elif any(start == 0 < stop for start, stop in (shard.head, shard.tail)):
+            vectors.append(rows[:1])
+        else:
+            continue
+        places.append(shard.document)
+    pooled = states.new_zeros(documents, states.shape[1])
+    return SumOverRanks.apply(pooled.index_add(0, torch.tensor(places, dtype=torch.int64), torch.cat(vectors)))
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sums a tensor over ranks; backward sums the gradients, as every rank's sum contains every rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
 
 
 def build_model() -> Heads:

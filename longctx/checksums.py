@@ -25,8 +25,6 @@ WAITS_S = (0.5, 2.0, 6.0)
 TRANSIENT = {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN}
 """Errors of network file systems that may pass."""
 
-Read = Callable[[int], None]
-"""Called with a number of bytes that have been read."""
 T = TypeVar("T")
 
 
@@ -54,14 +52,13 @@ class SummedFile(io.BufferedWriter):
         return "".join(self._complete) + (self._last.hexdigest() if self._room < CHUNK else "")
 
 
-def checksums(path: Path, read: Read = lambda count: None) -> str:
+def checksums(path: Path) -> str:
     """Returns the checksums of a file."""
     sums = []
     buffer = memoryview(bytearray(CHUNK))
     with path.open("rb") as file:
         while count := file.readinto(buffer):
             sums.append(xxh3_128_hexdigest(buffer[:count]))
-            read(count)
     return "".join(sums)
 
 
@@ -71,10 +68,10 @@ def checksums_of(data: Any) -> str:
     return "".join(xxh3_128_hexdigest(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK))
 
 
-def damage(path: Path, expected: str, read: Read = lambda count: None) -> str:
+def damage(path: Path, expected: str) -> str:
     """Returns what is wrong with a file that had the checksums `expected`; empty if nothing is."""
     try:
-        actual = persistent(lambda: checksums(path, read))
+        actual = persistent(lambda: checksums(path))
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     wrong = [at // DIGITS for at in range(0, max(len(actual), len(expected)), DIGITS) if _at(actual, at) != _at(expected, at)]

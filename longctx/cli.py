@@ -38,10 +38,8 @@ COMMANDS = (
     "compare",
     "measure",
     "split",
-    "runs",
     "calibrate",
     "estimate",
-    "verify",
     "config",
 )
 

@@ -74,10 +74,9 @@ def print_end(config: Config, step: int, *, trained: bool) -> None:
     print(f"finished step {step}; mean over the run: {mean_speed(run_dir)}")
     if saves:
         print(f"  checkpoint   {run_dir / 'latest'}")
-    print(f"  metrics      {run_dir / 'metrics.jsonl'}")
+    print(f"  metrics      {run_dir / 'metrics.jsonl'}", flush=True)
     if config.log.tensorboard:
-        print(f"  TensorBoard  tensorboard --logdir {shell(run_dir / 'tensorboard')}")
-    print(f"  pictures     longctx runs {shell(run_dir)}", flush=True)
+        print(f"  TensorBoard  tensorboard --logdir {shell(run_dir / 'tensorboard')}", flush=True)
     if saves and out is None:
         print(f"  export       {how_to_export(config)}")
     elif saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir)):

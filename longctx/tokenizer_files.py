@@ -1,8 +1,8 @@
-"""Finds and copies the tokenizer files of a checkpoint, including chat templates, and tells its decoder's first token."""
+"""Finds and copies the tokenizer files of a checkpoint, including chat templates."""
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,3 @@ def read_json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is damaged: {error}; download it again, or remove it") from error
-
-
-def is_seq2seq(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config of transformers is of an encoder-decoder."""
-    causal = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
-    return bool(config.get("is_encoder_decoder")) and not causal
-
-
-def start_token(config: Mapping[str, Any]) -> int | None:
-    """Returns the token that the decoder of an encoder-decoder reads first; None for other models, or without one."""
-    if not is_seq2seq(config):
-        return None
-    decoder = config.get("decoder") or {}
-    known = config.get("decoder_start_token_id"), decoder.get("bos_token_id"), config.get("bos_token_id")
-    return next((int(token) for token in known if token is not None), None)

@@ -15,7 +15,6 @@ from longctx.config import load
 from longctx.data.store import Store
 from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from longctx.evaluation.loss import evaluate
-from longctx.evaluation.retrieval import Grid, Question, _right, retrieve
 from longctx.evaluation.target import Target
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
@@ -78,19 +77,6 @@ def losses(name: str, store: Path, settings: Sequence[str], first: int | None = 
     return {**report, "degrees": degrees, "notes": target.notes}
 
 
-def right_cells(name: str, settings: Sequence[str], grid: Grid) -> list[int]:
-    _, passes = opened(name, settings)
-    tokenizer = Tokenizer.bytes()
-    planner = make_evaluation_planner(passes)
-    return [cell.right for cell in retrieve(grid, tokenizer, passes.look, planner, passes.mesh, 3000)]
-
-
-def right_questions(name: str, settings: Sequence[str], questions: Sequence[Question]) -> list[int]:
-    _, passes = opened(name, settings)
-    found: list[int] = _right(questions, passes.look, make_evaluation_planner(passes), passes.mesh).tolist()
-    return found
-
-
 def plain_losses(folder: Path, store: Path, max_length: int) -> list[tuple[int, np.ndarray]]:
     """Returns the length of every piece of a store's documents, and -log p of its tokens but the first, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -103,22 +89,3 @@ def plain_losses(folder: Path, store: Path, max_length: int) -> list[tuple[int, 
                 logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
             found.append((stop - start, F.cross_entropy(logits, tokens[1:], reduction="none").numpy()))
     return found
-
-
-def greedy_questions(folder: Path, lengths: Sequence[int]) -> list[Question]:
-    """Returns documents whose last three tokens are those that transformers would generate; in every other document, one of
-    these tokens is wrong."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    questions = []
-    for number, length in enumerate(lengths):
-        ids = torch.randint(0, 256, (1, length - 3), generator=generator)
-        for _ in range(3):
-            with torch.no_grad():
-                best = model(input_ids=ids, use_cache=False).logits[0, -1].argmax()
-            ids = torch.cat([ids, best.view(1, 1)], dim=1)
-        tokens = ids[0].numpy().copy()
-        if number % 2:
-            tokens[-1 - number % 3] = (tokens[-1 - number % 3] + 1) % 256
-        questions.append(Question(tokens, 3))
-    return questions

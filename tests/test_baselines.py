@@ -1,28 +1,31 @@
 """Baselines: every plan passes the checker and follows the baseline's rules, and errors name what is not supported."""
 
 import sys
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_fixed_static
-from longctx.comparison.baselines import plan_baseline as plan_baseline_of
-from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.comparison.baselines import fixed_degree, plan_fixed_static, plan_placed
 from longctx.comparison.mixes import load_mix
+from longctx.comparison.modelled import PLACES as STATIC
 from longctx.planning.check import check_plan
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.plan import PlanError
+from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.static import best_fit
-from rivals import RIVALS, _even_cuts
+from rivals import RIVALS, MissingWheel, _even_cuts
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
-OURS_TO_READ = ["plain-static", *RIVALS]
-plan_baseline = partial(plan_baseline_of, baselines=BASELINES | RIVALS)
+PLACES = STATIC | RIVALS
+OURS_TO_READ = [name for name in PLACES if name != "megatron-main"]
+
+
+def plan_baseline(name: str, lengths: list[int], **request: Any) -> Plan:
+    return plan_placed(name, PLACES[name], lengths, **request)
 
 
 def is_power_of_two(n: int) -> bool:
@@ -62,11 +65,11 @@ def test_without_the_wheel_the_error_has_the_command_to_install_it(monkeypatch: 
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)  # what Python does for a package that is not there
-    with pytest.raises(MissingBaseline, match=r"needs the package megatron-core .*: pip install '\.\[bench\]'"):
+    with pytest.raises(MissingWheel, match=r"needs the package megatron-core .*: pip install '\.\[bench\]'"):
         plan_baseline("megatron-main", [100], ranks=2, tokens_per_rank=4096, profile=H100)
 
 
-@pytest.mark.parametrize("name", BASELINES | RIVALS)
+@pytest.mark.parametrize("name", PLACES)
 def test_documents_that_fit_no_degree_are_named(name: str) -> None:
     with pytest.raises(PlanError, match="document 1 has 99999 tokens, but 4 ranks of 8192"):
         plan_baseline(name, [5, 99999], ranks=4, tokens_per_rank=8192, profile=H100)

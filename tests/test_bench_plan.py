@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import plan as bench
-from longctx.comparison.baselines import plan_fixed_static
-from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.comparison.baselines import fixed_degree, plan_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import scaling
-from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
+from longctx.comparison.baselines import fixed_degree, place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.splits.cost import Machine, profile_of
 from longctx.comparison.splits.search import memory_of, possible_splits

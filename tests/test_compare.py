@@ -126,12 +126,12 @@ def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
 
 
 def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, PlannerRow]) -> None:
-    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "megatron-main", "plain-static") for ranks in (8, 1024)]
+    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "bins", "plain-static") for ranks in (8, 1024)]
     assert missing([replace(row, note="") for row in everywhere]) == []
-    noted = [replace(row, note="not installed" if row.planner == "megatron-main" else "") for row in everywhere]
-    assert missing(noted) == ["Megatron main: not installed"]
+    noted = [replace(row, note="no table" if row.planner == "bins" else "") for row in everywhere]
+    assert missing(noted) == ["bins: no table"]
     noted[-1] = replace(noted[-1], note="too long")
-    assert missing(noted) == ["Megatron main: not installed", "plain static, 1,024 ranks: too long"]
+    assert missing(noted) == ["bins: no table", "plain static, 1,024 ranks: too long"]
 
 
 def test_means_are_means(rows: dict[str, PlannerRow]) -> None:

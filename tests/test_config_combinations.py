@@ -12,9 +12,7 @@ from longctx.config.combinations import A_CHECKPOINT, CHECKPOINT, FACTS, ROWS, R
 from longctx.config.problems import yaml_text
 from longctx.config.reading import SETTINGS
 from longctx.config.run import SECTIONS
-from tests.encoder_cases import build_encoder
 from tests.family_cases import build
-from tests.seq2seq_cases import build_seq2seq
 
 VALUES = (
     *(0.3, 1, 2, True, "x", "auto", "softmax", "full", "tensorwise", "transformers", "rms", "gated", "silu", "rope", "none"),
@@ -38,8 +36,6 @@ NEEDS = {
     "and lora.target_parameters is not null": "lora.rank=8",
     "cannot be quantized": "model.from_pretrained=llama",
     "can be balanced": "model.from_pretrained=llama",
-    "masked.share is not null": "model.from_pretrained=bert",
-    "the encoder is true": "model.from_pretrained=t5gemma",
     "linear attention is true": "model.from_pretrained=mamba2",
     "the router is transformers": "model.from_pretrained=deepseek_v3",
     "LoRA freezes routers": "model.from_pretrained=deepseek_v3",
@@ -57,8 +53,6 @@ NEEDS = {
 """What rows with these words need besides their conditions; later ones win."""
 COMPANIONS = {
     "eval.every=100": ["data.held_out=0.1"],
-    "masked.share=null": ["model.from_pretrained=llama"],
-    "masked.share=0.3": ["model.from_pretrained=bert"],
 }
 """What ways out need."""
 
@@ -95,8 +89,6 @@ def another_value(name: str, condition: str) -> object:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    build_encoder("bert").save_pretrained(folder / "bert")
-    build_seq2seq().save_pretrained(folder / "t5gemma")
     for each in ("llama", "mixtral", "deepseek_v3", "mamba2"):
         build(each, "eager").save_pretrained(folder / each)
     (folder / "tokenizer.json").touch()

@@ -206,27 +206,11 @@ def test_the_command_shows_what_is_learnt(
         "loss on    the assistant's turns of conversations",
         "weights    0.25 to 1",
         "dropped    1 conversations of more than 500 tokens",
-        "≤ 512          2",
-        "examples, text with loss between ⟦ and ⟧",
-        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi.<|im_end|>\n<|endoftext|>⟧",
     ):
         assert line in out, line
-    assert "my chats.jsonl:1: " in out and "my chats.jsonl:15: " in out and out.count(" tokens, ") == 3
-    assert "… 187 tokens …" in out and "\x1b" not in out
     assert main([*command, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["out"], summary["dropped_documents"], summary["max_length"]) == ("stores/my chats", 1, 500)
-
-
-def test_examples_are_coloured_on_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_jsonl(tmp_path / "s.jsonl", [{"messages": [ASKED, ANSWERED]}])
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert main(["prepare", "--source", str(tmp_path / "s.jsonl"), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b[1;32mHi.<|im_end|>\x1b[0m" in out and "⟦" not in out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.training.objectives.loss import greedy_choices, rows_with_labels
+from longctx.training.objectives.loss import log_probabilities, rows_with_labels
 from tests.host_waits import HostWaits, waits_of_a_step
 from tests.workers import Workers
 
@@ -44,5 +44,5 @@ def test_waits_are_found() -> None:
     assert watch.found == {"nonzero at labelled_rows"}
     watch = HostWaits()
     with watch.watching(iter([labels, hidden, weight])):
-        greedy_choices(hidden, weight, labels, rows=torch.tensor([1]))
+        log_probabilities(hidden, weight, labels, rows=torch.tensor([1]))
     assert watch.found == set()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from longctx.attention import RingAttention
-from longctx.comparison.baselines import plan_baseline
+from longctx.comparison.baselines import plan_placed
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.planning.assignment import Assignment
 from longctx.planning.hardware_profile import HardwareProfile
@@ -132,7 +132,7 @@ def test_plans_for_megatron_are_no_slower_than_its_own(megatron: Any, mix: str, 
     lengths = load_mix(mix).draw(ranks * documents_a_rank, seed=0)
     places = Assignment.alternating(*placed(megatron.scheduled(lengths, ranks, most, H100), len(lengths)))
     ours = Step(H100, np.array(lengths), ranks, most, None, None, None).score(places).makespan_ns / 1e9
-    theirs = plan_baseline("megatron-dev", lengths, ranks=ranks, tokens_per_rank=most, profile=H100, baselines=RIVALS)
+    theirs = plan_placed("megatron-dev", RIVALS["megatron-dev"], lengths, ranks=ranks, tokens_per_rank=most, profile=H100)
     assert ours <= theirs.makespan_s
     assert ours <= 1.06 * make_plan(lengths, ranks=ranks, tokens_per_rank=most, profile=H100).makespan_s
 

@@ -194,7 +194,6 @@ def test_tokens_outside_the_vocabulary_are_refused(store: Path, value: int) -> N
     for read in (damaged.read, damaged.tokens):
         with pytest.raises(StoreError, match=said):
             read(1, 2, 300)
-    assert main(["verify", str(store)]) == 1
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "link", "deep/../../outside", ""])
@@ -448,39 +447,8 @@ def test_a_description_cannot_name_files_elsewhere(trained: tuple[Path, Path], c
         SavedWeights(folder)
 
 
-# --- longctx verify
-
-
-def test_verify(trained: tuple[Path, Path], changed: Changed, capsys: pytest.CaptureFixture[str]) -> None:
-    store, run = trained
-    assert main(["verify", str(store), str(run)]) == 0
-    printed = capsys.readouterr().out
-    assert f"{store}: undamaged: 4 files" in printed
-    assert all(f"{run}: step-00000{step} is undamaged: 2 files" in printed for step in (1, 2, 3))
-    shard = next(folder_of(run, 2).glob("*.distcp"))
-    changed(shard, flip(shard))
-    changed(folder_of(run, 3) / "state.json", without_checksums(folder_of(run, 3)))
-    assert main(["verify", str(run)]) == 1
-    printed = capsys.readouterr()
-    assert f"step-000002 is damaged: {shard.name} does not match its checksums" in printed.err
-    assert "step-000003 has no checksums, as it was written by an older version" in printed.out
-    arrow = next(store.glob("*.arrow"))
-    changed(arrow, flip(arrow))
-    assert main(["verify", str(store)]) == 1
-    assert f"{arrow.name} does not match its checksums" in capsys.readouterr().err
-    assert main(["verify", str(run / "checkpoints")]) == 2
-    assert "is neither a store nor the folder of a run" in capsys.readouterr().err
-
-
-def test_a_store_and_a_checkpoint_without_checksums_are_read(
-    trained: tuple[Path, Path], changed: Changed, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store, run = trained
+def test_a_checkpoint_without_checksums_is_read(trained: tuple[Path, Path], changed: Changed) -> None:
+    _, run = trained
     changed(folder_of(run, 3) / "state.json", without_checksums(folder_of(run, 3)))
     found, _ = checkpoint.newest(run)
     assert isinstance(found, Checkpoint) and found.step == 3 and not found.checksums and not found.damage()
-    manifest = json.loads((store / "manifest.json").read_text())
-    del manifest["checksums"], manifest["checksum"]
-    changed(store / "manifest.json", json.dumps(manifest).encode())
-    assert main(["verify", str(store)]) == 0
-    assert "no checksums, as it was prepared by an older version" in capsys.readouterr().out

@@ -21,7 +21,7 @@ import cluster_modelled
 import modelled
 from longctx.attention import Schedule, ring_pass
 from longctx.attention.segments import Segment, visible
-from longctx.comparison.baselines.fixed_static import place_fixed_static
+from longctx.comparison.baselines import place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, score

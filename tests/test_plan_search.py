@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.comparison.baselines import plan_baseline
+from longctx.comparison.baselines import plan_placed
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
 from longctx.planning.cost.model import score
@@ -101,7 +101,7 @@ def test_auto_is_not_behind_groups_of_ranks_where_documents_are_few(mix: str, ra
     """With one document per rank, sharing groups of ranks was up to 2 % faster before auto tried it."""
     lengths = load_mix(mix).draw(ranks, seed)
     auto = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
-    flexsp = plan_baseline("flexsp", lengths, ranks=ranks, tokens_per_rank=16384, profile=H100, baselines=RIVALS)
+    flexsp = plan_placed("flexsp", RIVALS["flexsp"], lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
     assert auto.makespan_s <= 1.003 * flexsp.makespan_s
 
 

@@ -7,10 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from longctx.attention import pool_documents
-from longctx.attention.inputs import AttentionInputError
-from longctx.planning.layout import Placement
-from tests.data_cases import placed_plan, random_plan
+from tests.data_cases import random_plan
 from tests.marks import slow_unless
 from tests.test_examples import load
 from tests.workers import Workers
@@ -39,7 +36,7 @@ def pooled_on_a_rank(how: str, seed: int) -> tuple[torch.Tensor, list[torch.Tens
         spans = [span for shard in layout.shards for span in ((shard.document, *shard.head), (shard.document, *shard.tail))]
         padding = torch.full((2, WIDTH), torch.nan, dtype=torch.float64)
         hidden = torch.cat([*(documents[document][start:stop] for document, start, stop in spans), padding])
-        pooled = pooled + pool_documents(hidden, layout, len(LENGTHS), how=how)
+        pooled = pooled + load("encoder_heads").pool_documents(hidden, layout, len(LENGTHS), how=how)
     loss_of(pooled, rank, ranks).backward()
     gradients = [torch.zeros_like(document) if document.grad is None else document.grad for document in documents]
     for gradient in gradients:
@@ -58,15 +55,6 @@ def test_pooled_documents_are_those_of_one_process(workers: Workers, how: str, r
             torch.testing.assert_close(pooled, expected.detach())
             for gradient, document in zip(gradients, documents, strict=True):
                 torch.testing.assert_close(gradient, document.grad)
-
-
-def test_what_does_not_match_the_layout_is_refused() -> None:
-    layout = placed_plan([4, 3], 1, [[Placement(0, 0, 1), Placement(1, 0, 1)]]).layout(0, 0)
-    with pytest.raises(AttentionInputError, match=r"at least the 7 tokens of the layout, not \[6, 2\]"):
-        pool_documents(torch.zeros(6, 2), layout, 2)
-    with pytest.raises(AttentionInputError, match="the layout has document 1, but documents is 1"):
-        pool_documents(torch.zeros(7, 2), layout, 1)
-    assert pool_documents(torch.ones(7, 2, dtype=torch.bfloat16), layout, 3).dtype == torch.float32
 
 
 def heads_on_a_rank() -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:

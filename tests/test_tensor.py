@@ -206,6 +206,6 @@ def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_pa
 
 
 def test_a_profile_is_of_a_ranks_own_heads(workers: Workers) -> None:
-    (two, _), *_ = workers.run(calibration_cases.measure_profile, 2, [0, 1], [TWO])
-    assert two["kv_bytes_per_token"] == 2 * 8 * 4 * 3, "of one of two heads"
-    assert two["measured"]["ranks"] == 1, "of the domain"
+    two, _ = workers.run(calibration_cases.measure_profile, 2, [0, 1], [TWO])
+    assert two["profile"]["kv_bytes_per_token"] == 2 * 8 * 4 * 3, "of one of two heads"
+    assert two["run"]["ranks"] == 1, "of the domain"

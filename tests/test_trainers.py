@@ -45,6 +45,7 @@ OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 
 
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
+PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
 FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}
 
 
@@ -111,6 +112,32 @@ def test_windows_and_sinks(workers: Workers, tmp_path: Path, kind: str) -> None:
     assert max(runs[0]["degrees"]) >= 2
 
 
+@pytest.mark.parametrize(("kind", "ranks"), [("bert", 2), ("roberta", 2), ("modernbert", 3)])
+def test_encoders_predict_masked_tokens(workers: Workers, tmp_path: Path, kind: str, ranks: int) -> None:
+    """Labels in their own places, attention in both directions, positions that begin behind padding's, windows; predictions."""
+    runs = workers.run(train, ranks, tmp_path, kind, 1, True, PREDICTING)
+    expected = plain(workers, tmp_path, train, kind, PREDICTING)
+    assert_equal(runs, expected)
+    assert max(runs[0]["degrees"]) >= 2
+    kept = expected["predictions"].label_ids != -100
+    ours, theirs = (run["predictions"].predictions[kept] for run in (runs[0], expected))
+    assert np.allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_segments_of_encoders_are_refused(tmp_path: Path) -> None:
+    """Tokenizers give every token a segment: all 0 is nothing that could be lost."""
+
+    def segments(of: int) -> Any:
+        ours = trainer(tmp_path, of=model("bert"), max_steps=1)
+        ours.data_collator = lambda rows: (batch := pad(rows)) | {"token_type_ids": of * batch["attention_mask"]}
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+        return ours.train()
+
+    assert segments(0).training_loss > 1
+    with pytest.raises(TrainerError, match="token_type_ids are not all 0"):
+        segments(1)
+
+
 def test_a_data_set_that_is_streamed(workers: Workers, tmp_path: Path) -> None:
     """Its documents per step are those of plain training on as many ranks, also where an epoch ends."""
     options = {"streamed": True, "max_steps": 5, "eval_strategy": "no", "accelerator_config": {"dispatch_batches": False}}
@@ -118,9 +145,6 @@ def test_a_data_set_that_is_streamed(workers: Workers, tmp_path: Path) -> None:
     for name in ("loss", "grad_norm"):
         logs = [[entry[name] for entry in log if "loss" in entry] for log in (ours, theirs)]
         assert len(logs[0]) == 5 and logs[0] == pytest.approx(logs[1], rel=1e-5)
-
-
-PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

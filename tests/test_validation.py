@@ -17,7 +17,6 @@ from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
 from longctx.training.metrics import MetricsLog, StepMetrics
-from longctx.training.objectives.loss import greedy_choices
 from longctx.training.validation import Documents, in_steps
 from tests.data_cases import placed_plan
 from tests.marks import slow_unless
@@ -185,20 +184,6 @@ def test_tensorboard_and_console_show_it(
     assert seen["plan/documents_at_degree/1"] == rows[-1]["degrees"]["1"]
     assert seen["memory/peak_memory_bytes"] == rows[-1]["peak_memory_bytes"]
     assert f"validation loss {rows[-1]['validation_loss']:.3f} on " in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_greedy_choices_are_those_of_argmax(chunk: int, softcap: float) -> None:
-    torch.manual_seed(0)
-    hidden, weight = torch.randint(-2, 3, (50, 3)).float(), torch.randint(-1, 2, (7, 3)).float()  # many logits are equal
-    best = (hidden @ weight.T).argmax(-1)
-    labels = torch.where(torch.rand(50) < 0.5, best, torch.randint(0, 7, (50,)))
-    labels[::5] = -100
-    found = greedy_choices(hidden, weight, labels, chunk, softcap=softcap)
-    assert found.tolist() == (best == labels).float().tolist()
-    assert greedy_choices(hidden, lambda rows: rows @ weight.T, labels, chunk).tolist() == found.tolist()
-    assert 10 < found.sum() < 40
 
 
 @given(lengths=st.lists(st.integers(1, 40), max_size=12), tokens=st.integers(1, 100))

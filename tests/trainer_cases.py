@@ -41,6 +41,12 @@ def model(kind: str = "qwen2") -> Any:
         config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
         config.layer_types = ["sliding_attention", "full_attention"]
         return transformers.GptOssForCausalLM(config)
+    if kind in ("bert", "roberta", "modernbert"):
+        name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[kind]
+        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "local_attention": 16}
+        sizes |= {"vocab_size": VOCABULARY + 1, "pad_token_id": VOCABULARY, "max_position_embeddings": 256}
+        config = getattr(transformers, f"{name}Config")(**sizes)  # RoBERTa gives padding no position
+        return getattr(transformers, f"{name}ForMaskedLM")(config)
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
 
 

@@ -1,7 +1,6 @@
 """`longctx calibrate`: measures the constants of the cost model on this machine, and writes them as a hardware profile."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +10,15 @@ from longctx.config import load, overview
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.calibration.measure import Measured
+    from longctx.calibration import Measured
     from longctx.parallel.environment import Launch
 
 SUMMARY = "Measure the hardware profile of this machine for a model"
 OVERRIDES = True
 VOCABULARY = 4096
 """Default vocabulary, that of `longctx prepare`."""
+FAR_OFF = 0.2
+"""Relative error of the predicted step above which a warning is given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,21 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         metavar="PROFILE",
-        help="profile for constants that cannot be measured, such as the network on one process "
+        help="profile for constants that are not measured: overlap, the penalty of splitting, on one process the network "
         "(default: by device, as for context.profile)",
     )
-    parser.add_argument(
-        "--longest",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="approximate limit of one measurement; a higher limit allows longer segments and less noise",
-    )
-    parser.add_argument("--json", action="store_true", help="print the profile and the sources of its constants as JSON")
     parser.epilog = (
         "No store is needed: tokens are drawn at random from a vocabulary of model.vocab_size "
         f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, dtype, recomputation and tokens "
-        "per rank.\nOn several processes, to measure the exchange and its overlap as well: "
+        "per rank.\nOn several processes, to measure the exchange as well: "
         "longctx calibrate run.yaml --processes 8 --out my.yaml\n\n" + overview()
     )
 
@@ -61,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     import torch
 
-    from longctx.calibration.measure import measure_profile
+    from longctx.calibration import measure_profile
     from longctx.parallel.device import prepare_device
     from longctx.planning.hardware_profile import HardwareProfile
     from longctx.training.build import join_run
@@ -84,8 +77,6 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     base = arguments.base or default_profile(device.type, gpu)
     HardwareProfile.load(base)
-    if not arguments.longest > 0:
-        raise UserError(f"--longest is {arguments.longest}: must be above 0, such as 1 (seconds)")
     if launch.rank == 0:
         check_writable(arguments.out)
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
@@ -95,16 +86,11 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
         if launch.rank == 0:
             print(f"measuring: {part}", file=sys.stderr, flush=True)
 
-    measured = measure_profile(
-        config, groups, shape, base=base, local_rank=launch.local_rank, longest_s=arguments.longest, tell=tell
-    )
+    measured = measure_profile(config, groups, shape, base=base, local_rank=launch.local_rank, tell=tell)
     groups.close()
     if launch.rank == 0:
         arguments.out.write_text(measured.to_yaml(), "utf-8")
-        if arguments.json:
-            print(json.dumps(measured.to_json(), indent=2))
-        else:
-            _draw(measured, arguments.out)
+        _draw(measured, arguments.out)
 
 
 def _ends(efficiency: list[list[float]]) -> str:
@@ -113,7 +99,7 @@ def _ends(efficiency: list[list[float]]) -> str:
 
 
 def _draw(measured: "Measured", out: Path) -> None:
-    """Prints the constants as a table: value, residual of the fit, source."""
+    """Prints the constants as a table: value and source."""
     from rich.console import Console
     from rich.table import Table
 
@@ -121,13 +107,10 @@ def _draw(measured: "Measured", out: Path) -> None:
     table = Table(box=None, pad_edge=False, title=measured.about, title_justify="left", title_style="bold")
     table.add_column("constant", no_wrap=True)
     table.add_column("value", no_wrap=True)
-    table.add_column("fit", justify="right", no_wrap=True)
     table.add_column("from")
     for name, value in measured.profile.to_dict().items():
-        residual = measured.sources[name].residual if name in measured.sources else None
         text = _ends(value) if isinstance(value, list) else f"{value:,.4g}"
-        fit = "–" if residual is None else f"±{residual:.1%}"
-        table.add_row(name, text, fit, measured.how[name], style="dim" if residual is None else None)
+        table.add_row(name, text, measured.sources[name], style=None if name in measured.how else "dim")
     console.print(table, highlight=False)
     check = measured.check
     console.print(
@@ -135,6 +118,6 @@ def _draw(measured: "Measured", out: Path) -> None:
         f"measured {check['measured_s']:.4g} s ({check['error']:+.1%})",
         highlight=False,
     )
-    for sentence in measured.warnings:
-        console.print(f"warning: {sentence}", style="yellow", highlight=False)
+    if abs(check["error"]) > FAR_OFF:
+        console.print("warning: that is far off: stop other load on the machine and measure again", style="yellow")
     console.print(f"written to {out}: use it with --context.profile {out}", highlight=False)

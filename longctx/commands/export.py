@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a transformers checkpoint")
     parser.epilog = (
         "Runs in one process, whatever the number of processes of the run, and reads one block at a time. Then:\n\n"
-        "    AutoModelForCausalLM.from_pretrained('OUT')    # AutoModelForMaskedLM or AutoModelForSeq2SeqLM, of those"
+        "    AutoModelForCausalLM.from_pretrained('OUT')"
     )
 
 

@@ -244,8 +244,7 @@ def _next(config: Config, export: Path) -> str:
     from longctx.model.vision import VISION_FAMILIES
 
     files = config.model_source().files
-    other = files is not None and (files.seq2seq or files.config.model_type in VISION_FAMILIES)
-    if config.masked.share is not None or other:
+    if files is not None and files.config.model_type in VISION_FAMILIES:
         return f"evaluate it: longctx eval {shell(config.train.run_dir)} --store STORE"
     if config.lora.rank is None:
         return f"try it: longctx generate {shell(export)} --chat 'your question'"

@@ -65,28 +65,19 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _check_generates(checkpoint: str, config: Any) -> None:
-    """Raises UserError for encoders, which transformers would load as if they were causal, and other models that are not."""
+    """Raises UserError for models that do not continue a text, some of which transformers would load as if they did."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from longctx.model.checkpoint_files import MASKED_CLASS
     from longctx.model.vision import VISION_FAMILIES
-    from longctx.tokenizer_files import is_seq2seq
 
     if config.model_type in VISION_FAMILIES and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"{checkpoint} reads images ({config.model_type}), which this command does not: use transformers' "
             f"pipeline('image-text-to-text', {checkpoint!r})"
         )
-    names = [name for name in config.architectures or () if name.endswith(MASKED_CLASS)]
+    names = [name for name in config.architectures or () if name.endswith(("ForMaskedLM", "ForConditionalGeneration"))]
     if names:
-        raise UserError(
-            f"{checkpoint} is an encoder ({names[0]}), which predicts masked tokens and cannot continue a text: use "
-            "transformers' pipeline('fill-mask', ..)"
-        )
-    if is_seq2seq(config.to_dict()):
-        raise UserError(
-            f"{checkpoint} is an encoder-decoder, which answers a source: use generate() of transformers' AutoModelForSeq2SeqLM"
-        )
+        raise UserError(f"{checkpoint} is a {names[0]}, which does not continue a text: use it by transformers' own pipeline")
 
 
 def _text(arguments: argparse.Namespace, has_template: bool) -> str | list[dict[str, str]]:

@@ -116,8 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _fixed_static(plan: "Plan", longest: int) -> "Plan | None":
     """Returns the plan of the same documents at one fixed degree; None for a plan that is static or in a pipeline itself."""
-    from longctx.comparison.baselines import plan_fixed_static
-    from longctx.comparison.baselines.fixed_static import fixed_degree
+    from longctx.comparison.baselines import fixed_degree, plan_fixed_static
 
     if plan.mode == "static" or plan.pipeline.ranks > 1:
         return None

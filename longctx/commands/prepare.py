@@ -127,10 +127,8 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.commands.prepare_picture import examples, histogram
     from longctx.data.corpus import open_corpus
     from longctx.data.prepare import prepare
-    from longctx.data.store import Store
     from longctx.data.tokenizer import ANOTHER_TOKENIZER
 
     if arguments.workers is not None and arguments.workers < 1:
@@ -168,9 +166,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**summary, **asdict(manifest)}, indent=2))
     else:
         print(_describe(out, prepared, seconds))
-        store = Store.open(out)
-        print(histogram(store.lengths))
-        examples(store)
     warnings = [f"{manifest.loss}; {ANOTHER_TOKENIZER}"] if manifest.loss else []
     if manifest.spelled_documents:
         warnings.append(

@@ -1,4 +1,4 @@
-"""Modelled comparison: plans the same documents by auto, bins, static degrees and the baselines, scored by one cost model.
+"""Modelled comparison: plans the same documents by auto, bins and static degrees, scored by one cost model.
 
 A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a row for each.
 Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps as in
@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.comparison.baselines import BASELINES, Baseline, MissingBaseline, plan_baseline, plan_fixed_static
-from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.comparison.baselines import Place, fixed_degree, place_plain_static, plan_fixed_static, plan_placed
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.cost.model import NANOSECONDS
@@ -24,11 +23,16 @@ from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.tree import Tree
 
-TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
-    name: b.title for name, b in BASELINES.items()
+TITLES = {
+    "auto": "auto",
+    "bins": "bins",
+    "fixed-static": "fixed static",
+    "static": "best static",
+    "plain-static": "plain static",
 }
 PLANNERS = tuple(TITLES)
 """Planners that are compared, in the order of all tables and figures."""
+PLACES: dict[str, Place] = {"plain-static": place_plain_static}
 TREES = "trees"
 """Planner of groups, before all others: auto with their prompts merged."""
 TITLES[TREES] = "auto on trees"
@@ -115,11 +119,11 @@ def compare_case(
     case: Case,
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
-    baselines: Mapping[str, Baseline] = BASELINES,
+    places: Mapping[str, Place] = PLACES,
 ) -> tuple[list[PlannerRow], dict[str, Plan]]:
     """Plans one step with the given planners, and groups as trees too; returns their rows, and their plans by planner.
 
-    If a planner has no plan, the note of its row gives the reason. `baselines`: the schedulers of other systems, by name.
+    If a planner has no plan, the note of its row gives the reason. `places` are the planners that only assign documents.
     Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
@@ -132,15 +136,15 @@ def compare_case(
     notes: dict[str, str] = {}
     for planner in planners:
         try:
-            if planner in baselines:
-                plans[planner] = plan_baseline(planner, case.lengths, **request, baselines=baselines)
+            if planner in places:
+                plans[planner] = plan_placed(planner, places[planner], case.lengths, **request)
             elif planner == "fixed-static":
                 of_data_set = case.longest or max(case.lengths)
                 degree = case.fixed_degree or fixed_degree(of_data_set, case.ranks, case.tokens_per_rank)
                 plans[planner] = plan_fixed_static(case.lengths, **request, degree=degree)
             elif planner not in plans:
                 plans[planner] = make_plan(case.lengths, **request, mode=planner)
-        except (PlanError, MissingBaseline) as error:
+        except PlanError as error:
             notes[planner] = str(error)
     baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     rows = [

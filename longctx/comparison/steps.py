@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.comparison.baselines.fixed_static import check_fixed_degree
+from longctx.comparison.baselines import check_fixed_degree
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import Case
 from longctx.data.sampler import Sampler, SamplerError, first_lengths

@@ -131,7 +131,6 @@ FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
     "multi-token prediction": ("model.num_nextn_predict_layers", lambda config, spec: spec.predictions),
-    "the encoder": ("model.from_pretrained", lambda config, spec: spec.encoder_layers > 0),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.state_size for layer in spec.layers)),
 }
 """What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
@@ -140,9 +139,7 @@ NEW_MODEL = Where("model.from_pretrained is null", (f"model.from_pretrained={A_C
 CHECKPOINT = Where("model.from_pretrained is not null", ("model.from_pretrained=null",))
 LORA = Where("lora.rank is not null", ("lora.rank=null",))
 NO_LORA = Where("lora.rank is null", ("lora.rank=8",))
-MASKED = Where("masked.share is not null", ("masked.share=null",))
 PREDICTIONS = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
-CAUSAL = Where("masked.share is null", ("masked.share=0.3",))
 TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_size=1",))
 PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
 ZERO_BUBBLE = Where(
@@ -159,11 +156,9 @@ def _rows() -> Iterator[Row]:
     yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
     yield Row("model.new_tokens is not null", NEW_MODEL, "a new model has all entries of the data's tokenizer")
     yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")
-    yield Row("model.new_tokens is not null", MASKED, "entries are added to causal models only")
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
     yield from _objectives()
-    yield from _encoder_decoders()
     yield from _data()
     yield from _parallelism()
     yield from _experts()
@@ -183,24 +178,9 @@ def _objectives() -> Iterator[Row]:
     yield Row("train.freeze is not null", LORA, "all weights but the adapters are frozen already")
     for setting in SPLIT:
         yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
-    for setting in ("masked.random is not 0.1", "masked.kept is not 0.1", "masked.token is not null"):
-        yield Row(setting, CAUSAL, "it has no effect on a causal model")
-    yield Row("masked.share is not null", NEW_MODEL, "masked tokens are predicted by an encoder, and presets are causal")
-    yield Row("model.implementation is native", MASKED, "the native decoder is causal")
-    for setting in SPLIT:
-        yield Row(setting, MASKED, "encoders are run by transformers' own code, which cannot split a model over ranks")
     no_predictions = Where("multi-token prediction is 0", ("model.num_nextn_predict_layers=1",))
     yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
     yield Row("parallel.pipeline_parallel_size > 1", PREDICTIONS, "the last stage would need the embedding of the first")
-
-
-def _encoder_decoders() -> Iterator[Row]:
-    encoder = Where("the encoder is true")
-    yield Row("lora.base is not null", encoder, "it is not tested with an encoder and a decoder")
-    yield Row("train.compile is true", encoder, "torch.compile breaks graphs where blocks make their attention")
-    yield Row("model.new_tokens is not null", encoder, "entries are added to causal models only")
-    yield Row("data.merge_prefixes is true", encoder, "a source has one target")
-    yield Row("context.ulysses_degree is not 1", encoder, "cross-attention has no Ulysses")
 
 
 def _data() -> Iterator[Row]:
@@ -225,7 +205,6 @@ def _data() -> Iterator[Row]:
 
 def _merging() -> Iterator[Row]:
     merged = "data.merge_prefixes is true"
-    yield Row(merged, MASKED, "tokens are masked in each document, and seen by those before them")
     yield Row(merged, PREDICTIONS, "a token in common has several later tokens")
     by_default = "balance.bias_rate is null and the bias of the router is true and model.from_pretrained is null"
     for condition, name in [*((f"{name} > 0", name) for name in BALANCE), (by_default, "balance.bias_rate")]:

@@ -20,6 +20,9 @@ _BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel: docs/trainers.md"
 ELSEWHERE = {
     "dpo": f"preference tuning runs inside TRL's DPOTrainer, {_BY_ONE_CALL}",
     "policy": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
+    "masked": f"masked tokens are learnt inside transformers.Trainer, {_BY_ONE_CALL}",
+    "images": f"images and videos are read inside Trainer and SFTTrainer, {_BY_ONE_CALL}",
+    "encoder": f"encoders run inside transformers.Trainer, encoder-decoders inside Seq2SeqTrainer, {_BY_ONE_CALL}",
     "data.rollouts": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
 }
 """Sections and settings that people look for → where their job runs."""

@@ -135,16 +135,13 @@ def _bins(config: Config) -> Iterator[Problem]:
 
 def _shares(config: Config) -> Iterator[Problem]:
     """Checks numbers against each other."""
-    batch, lora, masked, pipeline = config.batch, config.lora, config.masked, config.pipeline
+    batch, lora, pipeline = config.batch, config.lora, config.pipeline
     if problem := pipeline.problem:
         others = ("parallel.pipeline_schedule", "parallel.pipeline_parallel_size")
         yield Problem("parallel.pipeline_chunks", pipeline.chunks, *problem, others)
     if lora.dropout:
         rule = "LoRA dropout is not supported: its random numbers, and so the loss, would depend on how documents are split"
         yield Problem("lora.dropout", lora.dropout, rule, "omit it")
-    if masked.share is not None and masked.random + masked.kept > 1:
-        rule = f"masked.random and masked.kept, which is {masked.kept:g}, must be at most 1 together"
-        yield Problem("masked.random", masked.random, rule, "lower one of the two", ("masked.kept",))
     if batch.tokens_per_rank % batch.pad_to_multiple_of:
         fix = f"set batch.tokens_per_rank to a multiple of {batch.pad_to_multiple_of}"
         rule = f"must divide batch.tokens_per_rank, which is {batch.tokens_per_rank}"

@@ -24,7 +24,6 @@ class Config(BaseModel):
 
     model: settings.ModelSection = settings.ModelSection()
     lora: settings.LoraSection = settings.LoraSection()
-    masked: settings.MaskedSection = settings.MaskedSection()
     data: settings.DataSection = settings.DataSection()
     batch: settings.BatchSection = settings.BatchSection()
     context: settings.ContextSection = settings.ContextSection()
@@ -62,11 +61,11 @@ class Config(BaseModel):
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
         parallel = self.parallel
         split = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.expert_parallel_size > 1
-        source, rope, masked = self.model.from_pretrained, self.model.changed_rope, self.masked.share is not None
+        source, rope = self.model.from_pretrained, self.model.changed_rope
         if self.lora.adapters is not None:
-            return adapted(source, rope, self.lora.adapters, self.dtype, masked)
+            return adapted(source, rope, self.lora.adapters, self.dtype)
         entries = (vocab_size or 0) if self.model.new_tokens is not None else 0
-        return pretrained(source, rope, self.model.implementation, split, masked, entries)
+        return pretrained(source, rope, self.model.implementation, split, entries)
 
     @property
     def dtype(self) -> str:
@@ -105,11 +104,11 @@ class Config(BaseModel):
         """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Experts, linear attention, encoder-decoders and DoRA are not compiled; tiles would compile every block again for every
+        # Experts, linear attention and DoRA are not compiled; tiles would compile every block again for every
         # number of tiles.
         if device != "cuda" or self.watches_checkpoint or self.lora.dora or self.lora.target_parameters:
             return False
-        if spec is not None and (spec.encoder_layers or any(layer.experts or layer.state_size for layer in spec.layers)):
+        if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
             return False
         zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
         splits_blocks = self.parallel.tensor_parallel_size > 1 or zero_bubble

@@ -134,20 +134,6 @@ class LoraSection(Section):
         return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, *others)
 
 
-class MaskedSection(Section):
-    """masked-token training of an encoder: attention in both directions, and labels at masked tokens"""
-
-    share: float | None = Field(None, gt=0, le=1)
-    """share of tokens, special ones apart, that are masked and predicted; 0.15 in BERT, 0.3 in ModernBERT (null: next tokens
-    are predicted)"""
-    random: float = Field(0.1, ge=0, le=1)
-    """share of masked tokens that are replaced by a random token"""
-    kept: float = Field(0.1, ge=0, le=1)
-    """share of masked tokens that stay; all others become the mask token"""
-    token: str | None = None
-    """mask token (null: [MASK], <mask> or <|mask|>, which the tokenizer has)"""
-
-
 class StoreSetting(Section):
     """one of several stores"""
 

@@ -1,1 +1,1 @@
-"""Evaluation of a trained model: loss by length and position, and retrieval of a fact from a long document."""
+"""Evaluation of a trained model: loss by length and position."""

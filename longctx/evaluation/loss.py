@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.loader import Planner, count_targets
+from longctx.data.loader import Planner
 from longctx.parallel.mesh import Mesh
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import documents_of
@@ -58,8 +58,7 @@ class LossReport:
     Attributes:
         overall: loss over all predictions.
         by_length: loss by tokens of the document, or of the piece if the document was split.
-        by_position: loss by number of tokens of its document that a prediction sees, from 1; of an encoder, by the position of
-            the masked token, from 1.
+        by_position: loss by number of tokens of its document that a prediction sees, from 1.
     """
 
     overall: LossPart
@@ -80,7 +79,9 @@ def bucket(numbers: torch.Tensor) -> torch.Tensor:
 def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> LossReport:
     """Computes the loss over all tokens of `documents`. All ranks must call it and get the same result."""
     lengths = torch.tensor([piece.length for piece in documents.pieces])
-    targets = torch.tensor([count_targets(documents.store, piece, documents.masking) for piece in documents.pieces])
+    targets = torch.tensor(
+        [documents.store.target_tokens(piece.document, piece.start, piece.stop) for piece in documents.pieces]
+    )
     sums = torch.zeros(2, BUCKETS, dtype=torch.float64)  # by length, by position
     seen = torch.zeros(BUCKETS, dtype=torch.float64)
     for batch in documents.steps(planner, mesh):

@@ -73,7 +73,7 @@ class Target:
         return self.config.model_source(vocab_size)
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer, for generated text. Raises UserError if there is none."""
+        """Returns the tokenizer that the model was trained with. Raises UserError if there is none."""
         if self.checkpoint is not None:
             return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"

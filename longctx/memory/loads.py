@@ -75,7 +75,6 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         ranks=domain,
         tokens_per_rank=budget,
         lengths=(length,),
-        sources=(length // 2,) if config.model_source().spec.encoder_layers else (),
         micro_batches=((Placement(0, 0, degree, rounds=rounds),),),
         profile=profile or run_profile(config, ranks).profile,
     )

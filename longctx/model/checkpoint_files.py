@@ -23,8 +23,6 @@ DESCRIBED = "tensors.json"
 """File with the name and dtype of every tensor, in a checkpoint without its weights."""
 ENDS = "ends.json"
 """File with the ids of the tokens that a run trains as ends."""
-MASKED_CLASS = "ForMaskedLM"
-"""End of the names of transformers' classes that predict masked tokens."""
 OF_WEIGHTS = {INDEX, DESCRIBED, ENDS, "pytorch_model.bin.index.json", "trainer_state.json"}
 DTYPES = {
     "BOOL": torch.bool,
@@ -55,7 +53,6 @@ class CheckpointFiles:
         folder: folder of the checkpoint.
         files: file of each tensor, by the tensor's name.
         rope: RoPE settings that replace those of config.json, see `context_extension`.
-        masked: whether the model is an encoder that predicts masked tokens, not a causal language model.
         untied: whether tied weights of config.json are not tied, as the files have different values for them.
         added: number of entries of the vocabulary that the files lack; their rows are the mean of the others.
         vocabulary: names of the tensors with a row for every entry, if entries are added.
@@ -64,7 +61,6 @@ class CheckpointFiles:
     folder: Path
     files: Mapping[str, Path]
     rope: tuple[tuple[str, Any], ...] = ()
-    masked: bool = False
     untied: bool = False
     added: int = 0
     vocabulary: frozenset[str] = frozenset()
@@ -99,11 +95,6 @@ class CheckpointFiles:
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         config.get_text_config().vocab_size += self.added
         return config
-
-    @property
-    def seq2seq(self) -> bool:
-        """Whether the model is an encoder-decoder, whose decoder is trained on targets given their sources."""
-        return not self.masked and tokenizer_files.is_seq2seq(self.config.to_dict())
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -17,23 +17,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.attention.huggingface import Rings, check_length, first_position, packing_from_layout, replace_attention
+from longctx.attention.huggingface import Rings, check_length, packing_from_layout, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
 from longctx.errors import brief
 from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion
-from longctx.model.encoders import auto_class, check_direction, other_objective
 from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.vision import is_vision, tower_blocks, weights_of_images
+from longctx.model.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."
 """Prefix of the parameters of the model of transformers in `TransformersModel`."""
 PROBED = 16
+ENCODERS = "; encoders are trained on masked tokens inside transformers.Trainer, by dynamic_context_parallel (docs/trainers.md)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class TransformersSource:
         hf = self._without_values.hf
         config = hf.config.get_text_config()
         check_length(config, longest)
-        limit = (getattr(config, "max_position_embeddings", None) or 0) - self._without_values.first_position
+        limit = getattr(config, "max_position_embeddings", None) or 0
         places = [
             module.num_embeddings
             for module in hf.modules()
@@ -99,13 +99,11 @@ class TransformersModel(Model):
         with torch.device("meta"):
             twin = _build(files)
         self.conversion = Conversion(twin, files)
-        self.masked = files.masked
-        replace_attention(self.hf, causal=not self.masked)
-        self.first_position = first_position(self.hf)
+        replace_attention(self.hf)
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
-        vars(self)["layers"] = self._blocks()
-        self.spec = self._sizes()
+        vars(self)["layers"] = self.hf.get_submodule(block_name(self.hf))
+        self.spec = spec_of(self.hf, self.layers)
         if is_vision(self.hf):
             self.tower = tower_blocks(self.hf)
             self.spec = replace(self.spec, tower_parameters=sum(weight.numel() for weight in weights_of_images(self.hf)))
@@ -117,13 +115,6 @@ class TransformersModel(Model):
         self.kinds: frozenset[Kind] = frozenset()
         self._device = torch.device("cpu")
 
-    def _blocks(self) -> nn.ModuleList:
-        blocks: nn.ModuleList = self.hf.get_submodule(block_name(self.hf))
-        return blocks
-
-    def _sizes(self) -> ModelSpec:
-        return spec_of(self.hf, self.layers, causal=not self.masked)
-
     def forward(
         self,
         tokens: torch.Tensor,
@@ -134,18 +125,14 @@ class TransformersModel(Model):
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
         self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
-        arguments = self._arguments(tokens, positions, attention)
+        arguments = {"input_ids": row(tokens), "use_cache": False, "ring_attention": attention}
+        arguments |= {} if positions is None else {"position_ids": row(positions)}
         if head is None:
             logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits
         with packing_from_layout():
             hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
-
-    def _arguments(self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any) -> dict[str, Any]:
-        """Returns the arguments of the model of transformers."""
-        arguments = {"input_ids": row(tokens), "use_cache": False, "ring_attention": attention}
-        return arguments if positions is None else {**arguments, "position_ids": row(positions) + self.first_position}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers' forward without the blocks."""
@@ -199,11 +186,8 @@ class TransformersModel(Model):
         if leaves_gradients():
             self.hf.set_experts_implementation("eager")  # one expert after the other
         with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
-            self._check(dtype)
+            self.kinds = check_packed(self.hf, self._as_transformers, dtype)
             self._choose_head(dtype)
-
-    def _check(self, dtype: torch.dtype) -> None:
-        self.kinds = check_packed(self.hf, self._as_transformers, dtype, causal=not self.masked)
 
     def _fill_buffers(self, device: torch.device) -> None:
         """Reads persistent buffers from the checkpoint; transformers computes the others, if all else is marked initialized."""
@@ -258,19 +242,12 @@ class TransformersModel(Model):
         return self.conversion.tensors({name.removeprefix(OURS): weight for name, weight in weights.items()})
 
     def describe(self) -> dict[str, Any]:
-        described = {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}
-        return {**described, "masked": True} if self.masked else described
+        return {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         ours, theirs = self.describe()["transformers"], described.get("transformers")
         if theirs is None:
             return ["it was trained by the native decoder, not by transformers' own code (see model.implementation)"]
-        if self.masked != described.get("masked", False):
-            return [
-                "it is a causal model: omit masked.share"
-                if self.masked
-                else "it is an encoder for masked tokens: set masked.share"
-            ]
         if "lora" in described:
             return [f"it has LoRA adapters: set lora.rank to {described['lora']['rank']}"]
         ours, theirs, ignored = _flat(ours), _flat(theirs), {"transformers_version", "_name_or_path"}
@@ -301,8 +278,6 @@ class _Given(nn.Module):
         self.out = _Out(hidden)
         # Some forwards read numbers of their base model, such as Falcon-H1's multiplier of logits.
         vars(self).update({name: value for name, value in vars(base).items() if isinstance(value, float)})
-        if getattr(getattr(base, "config", None), "is_encoder_decoder", False):  # its head reads the decoder's config
-            vars(self)["get_decoder"] = base.get_decoder
 
     def forward(self, *_: Any, **__: Any) -> "_Out":
         return self.out
@@ -325,15 +300,12 @@ class _Out:
         return None
 
 
-def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = (), masked: bool = False) -> CheckpointFiles:
+def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = ()) -> CheckpointFiles:
     """Opens a checkpoint (see `CheckpointFiles`); weights that its config ties and its files tell apart are not tied.
 
     Transformers decides the same for every pair of tied weights. Raises PretrainedError if only some pairs differ.
     """
-    files = replace(CheckpointFiles.open(source), masked=masked)
-    if rope and files.seq2seq:
-        raise PretrainedError(f"{source} is an encoder-decoder, of which both parts have RoPE of their own: omit model.rope_*")
-    files = replace(files, rope=rope)
+    files = replace(CheckpointFiles.open(source), rope=rope)
     ties = any(getattr(config, "tie_word_embeddings", False) for config in (files.config, files.config.get_text_config()))
     if not ties or (files.folder / DESCRIBED).is_file():
         return files
@@ -376,23 +348,35 @@ def _build(files: CheckpointFiles) -> Any:
             f"{files.folder} has experts without parameters: on a rank whose tokens use only these, other experts have no "
             "gradient, which FSDP2 cannot reduce; it cannot be trained here"
         )
-    auto, what = auto_class(files)
     try:
-        model = auto.from_config(config, dtype=torch.float32)
+        model = _class_of(config).from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
         raise PretrainedError(
-            f"transformers cannot build {what} from {files.folder}: {brief(error)}{other_objective(files)}"
+            f"transformers cannot build a causal language model from {files.folder}: {brief(error)}{_elsewhere(config)}"
         ) from error
-    check_direction(model, files)
-    if not files.seq2seq:  # which are told first why their attention is not supported
-        check_base(model)
+    if {getattr(module, "is_causal", None) for module in model.modules()} - {None} == {False}:
+        raise PretrainedError(f"{type(model).__name__} is an encoder, whose tokens see later ones{ENCODERS}")
+    if model.base_model is model:
+        raise PretrainedError(f"{type(model).__name__} has no base model that returns hidden states: it cannot be trained here")
     return model
 
 
-def check_base(model: Any) -> None:
-    """Raises PretrainedError if a model has no base model that returns hidden states."""
-    if model.base_model is model:
-        raise PretrainedError(f"{type(model).__name__} has no base model that returns hidden states: it cannot be trained here")
+def _class_of(config: Any) -> Any:
+    """Returns the class of transformers that builds the model of a checkpoint."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+
+
+def _elsewhere(config: Any) -> str:
+    """Returns the end of a sentence on a model of another kind: where that is trained."""
+    from transformers.models.auto import modeling_auto
+
+    if config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "; encoder-decoders are trained inside Seq2SeqTrainer, by dynamic_context_parallel (docs/trainers.md)"
+    if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return f"; it reads images, and of such models only {', '.join(VISION_FAMILIES)} are supported"
+    return ENCODERS if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES else ""
 
 
 def block_name(hf: Any) -> str:

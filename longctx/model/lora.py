@@ -57,10 +57,7 @@ class AdaptedModel(TransformersModel):
         prefixes: names of the weights that have adapters, of layers and of experts, with the beginnings of the adapters' names.
         transposed: beginnings for those weights that are [in, out], as in GPT-2.
         packed: quantized layers by the names of their weights.
-        task: peft's name of what the model is trained for, if it is not masked.
     """
-
-    task = "CAUSAL_LM"
 
     def __init__(self, files: CheckpointFiles, lora: Lora, dtype: torch.dtype) -> None:
         """Builds the model on torch's default device. Raises LoraError if `lora` does not fit the model."""
@@ -146,7 +143,7 @@ class AdaptedModel(TransformersModel):
 
     def peft_config(self) -> Any:
         """Returns the adapters as a `LoraConfig` of peft, with only the last parts of layer names if these are unambiguous."""
-        return _peft_config(self.lora, self.adapted, self.conversion.twin, None if self.masked else self.task)
+        return _peft_config(self.lora, self.adapted, self.conversion.twin, "CAUSAL_LM")
 
     @property
     def _asked(self) -> str | list[str]:

@@ -101,20 +101,17 @@ UNSPLIT = "set parallel.tensor_parallel_size, parallel.pipeline_parallel_size an
 
 
 @cache
-def pretrained(
-    source: str, rope: Rope, implementation: str, split: bool, masked: bool = False, entries: int = 0
-) -> ModelSource:
+def pretrained(source: str, rope: Rope, implementation: str, split: bool, entries: int = 0) -> ModelSource:
     """Returns the checkpoint in a folder or on the hub, run by transformers' own code or the native decoder.
 
-    `split`: whether matrices or layers are split over ranks; `masked`: whether it is an encoder that predicts masked tokens;
-    `entries`: number of entries up to which its vocabulary is extended.
+    `split`: whether matrices or layers are split over ranks; `entries`: entries up to which its vocabulary is extended.
     Raises PretrainedError if the checkpoint cannot be used.
     """
     from longctx.model.checkpoint_files import PretrainedError
     from longctx.model.huggingface import open_checkpoint, with_entries
     from longctx.model.pretrained_decoder import NativeSource
 
-    files = with_entries(open_checkpoint(source, rope, masked), entries)
+    files = with_entries(open_checkpoint(source, rope), entries)
     why = "as model.implementation says"
     if implementation == "auto":
         why = "as matrices, layers or experts are split" if split else "as matrices, layers and experts are not split"
@@ -135,13 +132,12 @@ def pretrained(
 def run_by_transformers(files: "CheckpointFiles", said: str = "") -> ModelSource:
     """Returns a checkpoint that transformers' own code runs."""
     from longctx.model.huggingface import TransformersSource
-    from longctx.model.seq2seq import Seq2SeqSource
 
-    return (Seq2SeqSource if files.seq2seq else TransformersSource)(files, said)
+    return TransformersSource(files, said)
 
 
 @cache
-def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = False) -> ModelSource:
+def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
     """Returns a checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`.
 
     Raises PretrainedError if the checkpoint cannot be used, LoraError if peft is not installed.
@@ -150,7 +146,7 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
         raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
     from longctx.model.huggingface import open_checkpoint
 
-    return run_with_adapters(open_checkpoint(source, rope, masked), lora, dtype)
+    return run_with_adapters(open_checkpoint(source, rope), lora, dtype)
 
 
 def run_with_adapters(files: "CheckpointFiles", lora: Lora, dtype: str) -> ModelSource:
@@ -158,7 +154,5 @@ def run_with_adapters(files: "CheckpointFiles", lora: Lora, dtype: str) -> Model
     import torch
 
     from longctx.model.lora import AdaptedSource
-    from longctx.model.seq2seq import AdaptedSeq2SeqSource
 
-    kind = AdaptedSeq2SeqSource if files.seq2seq else AdaptedSource
-    return kind(files, "transformers' own code runs it, as LoRA requires", lora=lora, dtype=getattr(torch, dtype))
+    return AdaptedSource(files, "transformers' own code runs it, as LoRA requires", lora=lora, dtype=getattr(torch, dtype))

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-INK, QUIET, EDGE, GRID, PAPER = "#22303c", "#6d7a86", "#c4ccd3", "#e3e8ec", "#fefefe"
+INK, QUIET, EDGE, GRID = "#22303c", "#6d7a86", "#c4ccd3", "#e3e8ec"
 STYLE: dict[Any, object] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "longctx",
@@ -20,22 +20,17 @@ STYLE: dict[Any, object] = {
 
 
 def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Returns a figure of this size in inches with one pair of axes in the common style."""
+    """Returns a figure of this size in inches with one pair of axes; of frame and tick marks only the bottom line is drawn."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor="none")
         axes = figure.subplots()
-    dress(axes)
-    return figure, axes
-
-
-def dress(axes: Axes) -> None:
-    """Removes frame and tick marks except the bottom line, and colours the labels."""
     axes.set_facecolor("none")
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=9.5, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(EDGE)
+    return figure, axes
 
 
 def svg_uri(figure: Figure, dpi: int = 150) -> str:

@@ -31,8 +31,8 @@ OF_PACKING = (
 class Document:
     """One sequence, a tree of several, or a record of a source and a target.
 
-    `labels` are what each token predicts, the next one or -100. `tokens` are those that the decoder reads, if there is a
-    `source`; no other token sees the `hidden` ones. The target is in a batch from `column` on.
+    `labels` are what each token predicts, the next one (of an encoder, its own) or -100. `tokens` are those that the decoder
+    reads, if there is a `source`; no other token sees the `hidden` ones. The target is in a batch from `column` on.
     """
 
     tokens: Ids
@@ -48,16 +48,20 @@ class Document:
         return int((self.labels != IGNORED_LABEL).sum())
 
 
-def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]]:
+def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) -> list[list[Document]]:
     """Returns the documents of every row that a batch was collated from.
 
     A batch has a row of tokens for each, padded by `attention_mask`, or one for all, as TRL's `padding_free` makes it, with the
     number of documents of each under `ROWS`. Rows are cut into documents by `position_ids`. `vision` is the model of
-    transformers if it reads images; rows of a batch with images or videos have one document each.
+    transformers if it reads images; rows of a batch with images or videos have one document each. `masked`: a token's label
+    stands in its own place, not in that of the next token.
 
     Raises TrainerError for a batch without labels, with fields that would be lost, or with holes in its mask.
     """
-    refuse_lost_fields(batch, (*OF_TOKENS, *OF_PACKING, *(fields_of_images(vision) if vision is not None else ())))
+    of_model = ("token_type_ids",) if masked else fields_of_images(vision) if vision is not None else ()
+    refuse_lost_fields(batch, (*OF_TOKENS, *OF_PACKING, *of_model))
+    if masked and (kinds := batch.get("token_type_ids")) is not None and bool(kinds.any()):
+        raise TrainerError("token_type_ids are not all 0, but documents have one segment: leave them out, or set them to 0")
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
         raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
     ids, labels = (np.asarray(batch[name].cpu(), np.int32) for name in OF_TOKENS)
@@ -71,7 +75,8 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None) -> list[list[Document]
         kept = slice(None) if mask is None else _array(mask[row]).astype(bool)
         cuts: list[int] = [] if positions is None else np.flatnonzero(_array(positions[row])[kept] == 0)[1:].tolist()
         parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
-        rows.append([Document(tokens, np.append(label[1:], IGNORED_LABEL)) for tokens, label in parts if len(tokens)])
+        pairs = [(tokens, label if masked else np.append(label[1:], IGNORED_LABEL)) for tokens, label in parts]
+        rows.append([Document(tokens, label) for tokens, label in pairs if len(tokens)])
     if any(batch.get(name) is not None for name in PIXELS):
         if positions is not None or ROWS in batch:
             raise TrainerError("a batch has images or videos and packed rows: leave out packing, padding_free and position_ids")

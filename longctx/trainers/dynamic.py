@@ -31,7 +31,7 @@ from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
-from longctx.trainers.refusals import TrainerError, needs_sequences, prepared_part, refuse
+from longctx.trainers.refusals import TrainerError, is_masked, needs_sequences, prepared_part, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
@@ -54,7 +54,7 @@ def dynamic_context_parallel(
     GRPOTrainer, RLOOTrainer and KTOTrainer, every call of the model.
 
     Args:
-        trainer: the trainer, with a causal language model or an encoder-decoder of transformers.
+        trainer: the trainer, with a causal language model, an encoder-decoder, or an encoder with a head for masked tokens.
         tokens_per_rank: maximum tokens per rank in a forward pass. None: what the memory of the fullest rank holds by estimate.
         profile: hardware profile, a name or a file; None: that of the device.
         mode, degree: see `make_plan`.
@@ -76,6 +76,7 @@ def dynamic_context_parallel(
     sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups, tower=tower, parts=spec.parts)
     with sharing.undo as undo:
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
+        sharing.masked = is_masked(models[0])
         for model in models:
             undo.enter_context(_prepared(model))
         if needs_sequences(trainer):
@@ -115,25 +116,26 @@ def _groups(args: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | No
 @contextlib.contextmanager
 def _prepared(model: Any) -> Iterator[None]:
     """Prepares a model; its `generate`, which has no layout, keeps the model's own attention. Raises TrainerError."""
-    attention, generate = _attention_of(model), model.generate
+    attention, generate = _attention_of(model), getattr(model, "generate", None)  # encoders generate nothing
 
     def generating(*arguments: Any, **named: Any) -> Any:
         ring = _attention_of(model)
         model.set_attn_implementation(attention)
         try:
-            return generate(*arguments, **named)
+            return generate(*arguments, **named)  # type: ignore[misc]  # one that exists
         finally:
             model.set_attn_implementation(ring)
 
     try:
-        prepare(model)
+        prepare(model, causal=not is_masked(model))
     except HuggingFaceError as error:
         raise TrainerError(str(error)) from error
-    model.generate = generating
+    if generate is not None:
+        model.generate = generating
     try:
         yield
     finally:
-        del model.generate
+        vars(model).pop("generate", None)
         restore_linear(model)
         model.set_attn_implementation(attention)
 
@@ -146,14 +148,15 @@ def _attention_of(model: Any) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _whole_steps(trainer: Any) -> Iterator[None]:
-    kind, collate = type(trainer), trainer.data_collator
+    kind, collate, sums = type(trainer), trainer.data_collator, trainer.model_accepts_loss_kwargs
     trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
+    trainer.model_accepts_loss_kwargs = True  # otherwise losses of batches would be averaged
     pairs = prepared_part(trainer, trainer.model).config.is_encoder_decoder
     trainer.data_collator = (WatchingTargets if pairs else CountingRows)(collate)
     try:
         yield
     finally:
-        trainer.__class__, trainer.data_collator = kind, collate
+        trainer.__class__, trainer.data_collator, trainer.model_accepts_loss_kwargs = kind, collate, sums
         vars(trainer).pop("_next", None)
 
 
@@ -174,7 +177,7 @@ def _spec_of(trainer: Any) -> ModelSpec:
             blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
     else:
         blocks = model.get_submodule(block_name(model))
-        spec = with_tower(spec_of(model, blocks), model)
+        spec = with_tower(spec_of(model, blocks, causal=not is_masked(model)), model)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         return with_adapters(spec, blocks, model)
     if is_vision(model):

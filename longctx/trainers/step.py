@@ -66,6 +66,7 @@ class Sharing:
         tower: its encoder, whose work is planned, too.
         seq2seq: the model of transformers, if it is an encoder-decoder.
         parts: see `make_plan`.
+        masked: whether the model is an encoder, whose labels are the masked tokens themselves.
     """
 
     profile: HardwareProfile
@@ -82,6 +83,7 @@ class Sharing:
     tower: TowerSpeed | None = None
     seq2seq: Any = None
     parts: PartCosts = EQUAL_PARTS
+    masked: bool = False
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -170,10 +172,13 @@ class Sharing:
         return [each if share is None else WithImages(**vars(each), images=share) for each, share in pairs]
 
     def inputs(self, model: Any, batch: MicroBatch) -> dict[str, Any]:
-        """Returns the arguments of a model's forward; trainers divide by the number of targets themselves."""
+        """Returns the arguments of a model's forward with labels, whose number trainers divide by themselves."""
         blocks = blocks_of(batch, self.vision)
-        inputs = model_inputs(model, batch, 1, group=self.group, kernel=self.kernel, device=self.device, blocks=blocks)
-        del inputs["num_items_in_batch"]
+        targets = None if self.masked else 1
+        inputs = model_inputs(model, batch, targets, group=self.group, kernel=self.kernel, device=self.device, blocks=blocks)
+        if self.masked:
+            inputs["labels"] = batch.labels.to(self.device).unsqueeze(0)
+        inputs.pop("num_items_in_batch", None)
         if isinstance(batch, WithImages):
             inputs["images"], positions = read_images(batch, self.vision, self.group, self.device)
             inputs["position_ids"] = row(positions)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.data import IGNORED_LABEL
@@ -66,6 +67,21 @@ class WholeSteps:
                 with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                     loss += own.training_step(model, self.dynamic.inputs(model, batch), num_items_in_batch)
         return loss
+
+    def compute_loss(
+        self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Sums the loss of an encoder over its labels and divides it as that of other models, which transformers sums itself:
+        encoders take the mean over the masked tokens of a rank."""
+        own: Any = super()
+        if not self.dynamic.masked:
+            return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs.pop("labels")[0]
+        outputs = model(**inputs)
+        ranks = self.dynamic.ranks if self.args.average_tokens_across_devices else 1
+        logits = outputs["logits"][0, : len(labels)].float()  # none on a rank without tokens
+        loss = F.cross_entropy(logits, labels, reduction="sum") * ranks / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
         self: Any, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -128,7 +144,8 @@ class WholeSteps:
     def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
         """Returns the same by row."""
         state, seq2seq = self.accelerator.gradient_state, self.dynamic.seq2seq
-        rows = rows_of(batch, self.dynamic.vision) if seq2seq is None else rows_of_pairs(batch, seq2seq, training)
+        of_tokens = batch, self.dynamic.vision, self.dynamic.masked
+        rows = rows_of(*of_tokens) if seq2seq is None else rows_of_pairs(batch, seq2seq, training)
         if state.end_of_dataloader and (remainder := rows_of_last_batches(state.active_dataloader)):
             # accelerate fills the last batches of an epoch with rows of its first ones
             rows = rows[: max(0, remainder - self.dynamic.rank * len(rows))]

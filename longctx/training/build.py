@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
-from longctx.attention.exchange import Exchange
 from longctx.attention.kernels import KernelRequest, kernel_name
 from longctx.config import Config
 from longctx.config.run import FLOAT8_ROWS
@@ -139,16 +138,13 @@ def make_attention(
     plan: Plan,
     layout: Layout | CrossLayout,
     clock: StepClock | None = None,
-    exchange: type[Exchange] = Exchange,
     causal: bool | None = None,
 ) -> MakeAttention:
     """Makes the attention of this rank in one micro-batch of a plan, as configured in `config.context`; timed by `clock`.
 
     `causal`: whether tokens see only earlier ones; None: as the model says.
     """
-    timed: dict[str, Any] = {"exchange": exchange}
-    if clock is not None:
-        timed = {"watch": clock.attention, "exchange": clock.exchange}
+    timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
     context, degree = config.context, ulysses_degree(config, spec, plan, layout.micro_batch)
 
     def make(scale: float | None, softcap: float, window: int | None) -> RingAttention | HybridAttention:
@@ -173,8 +169,6 @@ def make_attention(
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
     """Returns the Ulysses degree of a micro-batch, from the settings or by the cost model."""
-    if spec.encoder_layers:
-        return 1
     degree, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
     if degree != "auto":
         return degree

@@ -1,6 +1,5 @@
 """Checks of a run across settings, stores and model, before its processes join."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,8 +16,7 @@ from longctx.errors import UserError, shell
 from longctx.model.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
-from longctx.tokenizer_files import start_token
-from longctx.training.data import RunData, make_masking
+from longctx.training.data import RunData
 from longctx.training.optimizer import group_of
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.export import check_place
@@ -55,35 +53,13 @@ def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
             )
 
 
-def check_sources(stores: Mapping[str, Store | None], source: ModelSource) -> None:
-    """Raises UserError unless an encoder-decoder has stores of sources and targets, and other models have none.
-
-    `stores` are named by setting or option.
-    """
-    files, start = source.files, None
-    if files is not None and files.seq2seq:
-        start = start_token(files.config.to_dict())
-
-    def said(token: int | None) -> str:
-        return "documents without sources" if token is None else f"sources and targets that begin with token {token}"
-
-    for key, store in stores.items():
-        if store is not None and store.start_token != start:
-            raise UserError(
-                f"{key} {store.said} has {said(store.start_token)}, but the model needs {said(start)}: prepare it again with "
-                "the tokenizer of the model (longctx prepare --tokenizer)"
-            )
-
-
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
     """Raises UserError if the model does not fit the stores.
 
-    Documents are too long; or a checkpoint has another tokenizer, or one without mask token where tokens are to be masked.
+    Documents are too long; or a checkpoint has another tokenizer.
     """
     if config.model.from_pretrained is not None:
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
-        make_masking(config, data.store, config.train.seed)
-    check_sources({"data.store": data.store, "eval.store": data.validation}, source)
     _check_weights(config, data, source)
     source.check_length(min(config.max_length(ranks), data.longest))
 
@@ -124,8 +100,8 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
             f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with the tokenizer of the "
             f"checkpoint (longctx prepare --tokenizer {shell(name)})"
         )
-    if embedded is not None and entries > embedded and config.masked.share is None:
-        entries = store.largest_token + 1  # only masks may be any token
+    if embedded is not None and entries > embedded:
+        entries = store.largest_token + 1
     if embedded is not None and entries > embedded:
         beyond = [token for token, number in added_tokens(store.tokenizer.text).items() if number >= embedded]
         raise UserError(

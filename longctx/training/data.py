@@ -9,13 +9,10 @@ from functools import partial
 from longctx.config import Config, ConfigError
 from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader, Planner, plan_step
-from longctx.data.masking import Masking
 from longctx.data.merging import Merging
 from longctx.data.mixture import Mixture, make_steps
 from longctx.data.sampler import Sampler, Steps
 from longctx.data.store import Store
-from longctx.data.tokenizer import TokenizerError
-from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
@@ -107,21 +104,6 @@ def padding(config: Config) -> int:
     return math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size, float8)
 
 
-def make_masking(config: Config, store: Store, seed: int) -> Masking | None:
-    """Returns the masks of an encoder's tokens; None if next tokens are predicted.
-
-    Raises UserError if the tokenizer of the store has no mask token.
-    """
-    masked, tokenizer = config.masked, store.tokenizer
-    if masked.share is None:
-        return None
-    try:
-        token = tokenizer.mask_token(masked.token)
-    except TokenizerError as error:
-        raise UserError(f"masked.share is {masked.share:g}, but in the tokenizer of {config.data.said} {error}") from error
-    return Masking(seed, masked.share, token, tokenizer.ordinary, masked.random, masked.kept)
-
-
 def make_merging(config: Config, world_size: int) -> Merging | None:
     """Returns what merges documents of a step that begin alike; None if they stay apart."""
     return Merging(config.capacity(world_size), config.batch.tokens_per_rank) if config.data.merge_prefixes else None
@@ -161,7 +143,6 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
         pad_to_multiple_of=padding(config),
-        masking=make_masking(config, store, config.train.seed),
         ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
         merging=make_merging(config, mesh.world_size),
     )
@@ -176,7 +157,6 @@ def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
         max_length=config.max_length(ranks),
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
-        masked=config.masked.share is not None,
     )
 
 

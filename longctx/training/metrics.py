@@ -6,7 +6,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.tree import NO_TREES, Trees
-from longctx.step_log import LOG, read_log
 from longctx.training.health import Spikes
 from longctx.training.objectives.balance import STATISTICS
 from longctx.units import format_bytes
+
+LOG = "metrics.jsonl"
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], float]] = {
     "sum": lambda values: float(values.sum()),
@@ -340,6 +342,17 @@ def _start_wandb(setting: WandbSetting, folder: Path, settings: dict[str, Any] |
     )
     identity.write_text(run.id, "utf-8")
     return run
+
+
+def read_log(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """Yields step and text of every line; None for the step if the line is damaged or was cut short by a kill."""
+    if path.exists():
+        for line in path.read_text("utf-8", errors="replace").splitlines():
+            step: dict[str, Any] | None = None
+            with suppress(ValueError, KeyError, TypeError, OverflowError):
+                values = json.loads(line)
+                step = {**values, "step": int(values["step"])}
+            yield step, line
 
 
 def mean_speed(folder: Path) -> str:

@@ -13,8 +13,7 @@ from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
 from longctx.errors import UserError
-from longctx.model.protocol import Attention, MakeAttention, Projection
-from longctx.model.seq2seq import SourceAttention
+from longctx.model.protocol import Attention, Projection
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
@@ -169,13 +168,5 @@ class Passes:
         return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later)
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
-        if (source := micro_batch.source) is not None:
-            device, common = self.mesh.device, (self.config, self.mesh, self.model.spec, batch.plan)
-
-            def of_role(role: str) -> MakeAttention:
-                layout = source.layout_of(role, micro_batch.layout)
-                return make_attention(*common, layout, self.clock, causal=role == "decoder")
-
-            return SourceAttention.of(of_role, copy_to(source.tokens, device), copy_to(source.positions, device))
         plan, layout = batch.plan, micro_batch.layout
         return self.model.attention(make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock))

@@ -12,13 +12,12 @@ import numpy as np
 
 from longctx.config import Config
 from longctx.data.loader import Planner, plan_step, read_step
-from longctx.data.masking import Masking
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store import Store
 from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
-from longctx.training.data import RunData, make_masking, padding
+from longctx.training.data import RunData, padding
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import token_mean
 from longctx.training.passes import Passes
@@ -44,7 +43,6 @@ class Documents:
         pad_to_multiple_of: as in `Loader`.
         max_length: maximum tokens of a piece.
         long: number of documents longer than `max_length`, which are split or dropped.
-        masking: masks of an encoder's tokens, the same in every pass and for every train.seed; None: next tokens are predicted.
     """
 
     store: Store
@@ -53,7 +51,6 @@ class Documents:
     pad_to_multiple_of: int
     max_length: int
     long: int
-    masking: Masking | None = None
 
     @classmethod
     def choose(
@@ -70,28 +67,26 @@ class Documents:
             )
         if first is not None:
             chosen &= np.cumsum(chosen) <= first
-        long_documents, masking = config.data.long_documents, make_masking(config, store, seed=0)
         sampler = Sampler(
             store.lengths,
             global_tokens=1,
             seed=0,
             max_length=max_length,
-            long_documents=long_documents,
+            long_documents=config.data.long_documents,
             name=store.name,
             partly=store.partly_trained,
             left_out=~chosen,
-            unsplit=store.unsplit,
-            has_targets=store.has_targets if masking is None else None,
+            has_targets=store.has_targets,
         )
         tokens, multiple = config.batch.global_tokens, padding(config)
-        return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long, masking)
+        return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long)
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
         """Yields this rank's share of all pieces, step by step. Collective."""
         for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens), start=1):
             plan, _ = plan_step(self.store, pieces, planner, None)
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
-            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of, self.masking)
+            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of)
 
 
 def in_steps(pieces: Iterable[Piece], tokens: int) -> Iterator[list[Piece]]:

@@ -19,7 +19,6 @@ LOOKS = {
     "fixed-static": ("#3c4650", "|"),
     "static": ("#6c7985", "_"),
     "plain-static": ("#98a4ae", "x"),
-    "megatron-main": ("#cf4b3e", "v"),
 }
 """Colour and marker of every planner."""
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from longctx.comparison.baselines import BASELINES
 from longctx.comparison.modelled import SPEEDUPS, TITLES, TREES, PlannerRow, degree_of
 from longctx.comparison.page import figures
 from longctx.comparison.table import LIMIT, captions, memory_table, missing, plans_table, step_words, times
@@ -63,10 +62,6 @@ def _summary(c: Comparison) -> str:
     if auto.speedup_over_best_static:
         words = f"auto over the best static degree of every step (degree {degree_of(static)}), an oracle that no trainer has"
         boxes.append((times(auto.speedup_over_best_static), words))
-    if others := [row for row in rows.values() if row.planner in BASELINES and row.speedup_over_fixed]:
-        best = max(others, key=lambda row: row.speedup_over_fixed or 0)
-        words = f"the best of the other systems here, {TITLES[best.planner]}, over fixed static"
-        boxes.append((times(best.speedup_over_fixed), words))
     left = (auto.makespan_s or 0) / (auto.tight_bound_s or 1) - 1
     boxes.append((f"{left:.1%}", "above the lower bound on step time of any plan: the most that is left to gain"))
     boxes.append((f"{auto.planning_ms:,.0f} ms", "to plan the step, while the previous step trains"))
@@ -155,11 +150,10 @@ def _documents(c: Comparison) -> str:
 
 
 def _method(c: Comparison) -> str:
-    baselines = "".join(f"<li><b>{escape(b.title)}</b>. {escape(b.about)}</li>" for b in BASELINES.values())
     return f"""<h2>How it was computed</h2>
 <p>Every way of planning gets the same documents, ranks and token budget, and its plan is checked: each document is in exactly
 one micro-batch, and no rank holds more tokens than the budget. All plans are then scored by one cost model, in which attention
-is a ring exchange that is hidden behind computation as far as the profile says, whatever the system itself would use:</p>
+is a ring exchange that is hidden behind computation as far as the profile says:</p>
 <pre>rank       = linear · tokens + attention + max(0, exchange − hidden)
 attention  = Σ attention · s² / degree / efficiency(s / (1 + penalty · (degree − 1)))
 hidden     = overlap · attention + min(overlap · share of queries · linear · tokens, 2/3 · exchange)
@@ -168,8 +162,7 @@ step       = fixed + Σ over micro-batches (launch + slowest rank)
 lower      = fixed + launch · fewest micro-batches + all work at its best efficiency / ranks
 tight      = fixed + launch · fewest micro-batches + the smallest M such that every document has a degree
              at which it alone takes at most M, and all work at these degrees is at most M per rank</pre>
-<p>Not modelled: pipeline bubbles, jitter, stragglers, the data loader, and the gains or losses of other systems from their
-own kernels and exchange. This page compares planning, not whole systems. Modelled times are as good as the profile: measure
+<p>Not modelled: pipeline bubbles, jitter, stragglers and the data loader. Modelled times are as good as the profile: measure
 your own machine before you trust seconds; ratios are less sensitive.</p>
 <p><b>Fixed static</b>: one degree for all steps, as in trainers without dynamic degrees. Unless it was given, the degree is
 the smallest power of two that divides the ranks and holds the longest document of the data set (of a mix: of the steps shown),
@@ -177,8 +170,9 @@ or all ranks where no power of two does. Documents are packed next-fit in the or
 are split until every group has one in every micro-batch, like dp_balanced, the baseline of the dynamic context parallelism
 benchmark of Megatron. <b>Best static</b>: the best of all degrees, not only of powers of two, searched for every step: an
 oracle that no trainer has. Documents are packed best-fit by tokens, or emptiest group first where that is faster; groups with
-most work run first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses
-degree, ranks and micro-batch of every document; it also scores static and bins plans, and so is never worse than these.</p>
-<ul>{baselines}</ul>
+most work run first. <b>Plain static</b>: one power-of-two degree per step, the best one, documents packed best-fit by tokens,
+without a cost model: stronger than what trainers run, which is fixed static. <b>Bins</b>: degrees from a table by length,
+derived from the profile. <b>Auto</b>: the planner chooses degree, ranks and micro-batch of every document; it also scores
+static and bins plans, and so is never worse than these.</p>
 <details><summary>Constants of the hardware profile {escape(c.profile_name)}</summary>
 {facts(c.profile.to_dict())}</details>"""

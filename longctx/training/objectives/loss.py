@@ -278,35 +278,3 @@ def log_probabilities(
             logits = weight(hidden[some]).to(values.dtype).log_softmax(-1)
             values[some] = logits.gather(1, labels[some].unsqueeze(-1))[:, 0]
     return values
-
-
-@torch.no_grad()
-def greedy_choices(
-    hidden: torch.Tensor,
-    weight: Projection,
-    labels: torch.Tensor,
-    chunk_tokens: int = CHUNK_TOKENS,
-    softcap: float = 0.0,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns 1 where the label is the argmax of the logits (the first of equal ones), otherwise 0; float32 [tokens].
-
-    Arguments as in `log_probabilities`; rows without a label are 0.
-    """
-    part = None
-    if isinstance(weight, torch.Tensor):
-        hidden, weight, part = vocabulary_part(hidden, weight)
-    first = 0 if part is None else part.first
-    choices = torch.zeros(len(labels), device=labels.device)
-    for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
-        if isinstance(weight, torch.Tensor):
-            chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
-            logits, target = _scores(chunk.logits, softcap), chunk.target_logits.unsqueeze(-1)
-        else:
-            logits = weight(hidden[some]).float()
-            target = logits.gather(1, labels[some].unsqueeze(-1))
-        entries = torch.arange(first, first + logits.shape[1], device=logits.device)
-        ahead = (logits > target) | ((logits == target) & (entries < labels[some].unsqueeze(-1)))
-        count = ahead.sum(-1)
-        choices[some] = ((count if part is None else part.gather(count).sum(0)) == 0).float()
-    return choices

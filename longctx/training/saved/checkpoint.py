@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from longctx.checksums import Read, damage, inside, persistent, unsealed
+from longctx.checksums import damage, inside, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
 from longctx.training.optimizers.average import AVERAGE
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
@@ -64,11 +64,11 @@ class Checkpoint:
         """Folder of the run that wrote it."""
         return self.folder.parents[1]
 
-    def damage(self, group: dist.ProcessGroup | None = None, read: Read = lambda count: None) -> str:
+    def damage(self, group: dist.ProcessGroup | None = None) -> str:
         """Reads all files; with a `group`, its ranks share them. Returns what is wrong, the same on every rank, or nothing."""
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         files = sorted(self.checksums)[rank::ranks]
-        problems = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in files)))]
+        problems = [list(filter(None, (damage(self.folder / name, self.checksums[name]) for name in files)))]
         if group is not None:
             problems = gather_objects(problems[0], group)
         return "; ".join(problem for each in problems for problem in each)
@@ -187,11 +187,6 @@ def of_step(run: Path, step: int) -> tuple[Checkpoint | None, list[str]]:
 def steps(run: Path) -> list[int]:
     """Returns the steps of the complete checkpoints under `run`."""
     return [saved.step for saved in map(_examine, _folders(run)) if isinstance(saved, Checkpoint)]
-
-
-def examined(run: Path) -> list[tuple[Path, Checkpoint | str]]:
-    """Returns the folder of every checkpoint under `run`, with the checkpoint, or with what is wrong with it."""
-    return [(folder, _examine(folder)) for folder in _folders(run)]
 
 
 def _examine(folder: Path) -> Checkpoint | str:

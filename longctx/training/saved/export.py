@@ -7,7 +7,7 @@ written. The folder is written as OUT.partial and renamed when all files are on 
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from longctx import tokenizer_files
 from longctx.data.manifest import is_store
 from longctx.errors import UserError, brief, shortened
-from longctx.model.checkpoint_files import DESCRIBED, ENDS, MASKED_CLASS, CheckpointFiles, PretrainedError
+from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned, planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
@@ -30,7 +30,6 @@ from longctx.model.protocol import Model
 from longctx.model.source import run_by_transformers, run_with_adapters
 from longctx.model.vision import VISION_CLASS, VISION_FAMILIES, is_vision_checkpoint
 from longctx.parallel.host_memory import returned_when_freed
-from longctx.tokenizer_files import is_seq2seq
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
@@ -143,8 +142,7 @@ def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept
     trained = saved.read(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     write_adapter(folder, model, trained)
     tokenizer_files.copy([file for file in beside_weights(kept) if file.name != "config.json"], kept, folder)
-    if not model.masked:
-        _write_generation(folder, kept, model.hf.config, model.spec.vocab_size or 0)
+    _write_generation(folder, kept, model.hf.config, model.spec.vocab_size or 0)
     return sum(tensor.nbytes for tensor in trained.values())
 
 
@@ -187,7 +185,7 @@ def _build(saved: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
     described = saved.state["model"]
     source = None
     if (kept / DESCRIBED).is_file():
-        source = replace(CheckpointFiles.open(str(kept)), masked=described.get("masked", False))
+        source = CheckpointFiles.open(str(kept))
     if source is not None and "lora" in described:
         return _adapted(described), source
     with torch.device("meta"):
@@ -214,7 +212,7 @@ def _adapted(described: dict[str, Any]) -> Model:
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     lora = Lora(**given)
     try:
-        base = open_checkpoint(values["base"], masked=described.get("masked", False))
+        base = open_checkpoint(values["base"])
     except PretrainedError as error:
         raise ExportError(f"the base weights in {values['base']} cannot be read ({error}): restore them") from error
     if base.fingerprint != values["base_fingerprint"]:
@@ -256,8 +254,7 @@ def _write_beside(
     if dtype is not None:
         changed["dtype"] = str(dtype).removeprefix("torch.")
     _change(folder / "config.json", changed)
-    if source is None or not source.masked:
-        _write_generation(folder, kept, config, model.spec.vocab_size or 0)
+    _write_generation(folder, kept, config, model.spec.vocab_size or 0)
     return architecture
 
 
@@ -309,21 +306,15 @@ def how_to_load(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         adapters = json.loads((folder / "adapter_config.json").read_text("utf-8"))
         base = adapters["base_model_name_or_path"]
-        masked, pairs = (adapters["task_type"] == task for task in (None, "SEQ_2_SEQ_LM"))
-        if masked or is_vision_checkpoint(Path(base)):
-            base = f"{'AutoModelForMaskedLM' if masked else VISION_CLASS}.from_pretrained({base!r})"
+        if is_vision_checkpoint(Path(base)):
+            base = f"{VISION_CLASS}.from_pretrained({base!r})"
             return (
                 f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
             )
         return (
-            f"load with peft: AutoPeftModelFor{'Seq2SeqLM' if pairs else 'CausalLM'}.from_pretrained({str(folder)!r}); "
+            f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
             "or merge: longctx export RUN OUT --merge"
         )
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    (architecture,) = config["architectures"]
-    kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
-    if is_seq2seq(config):
-        kind = "AutoModelForSeq2SeqLM"
-    elif config.get("model_type") in VISION_FAMILIES:
-        kind = VISION_CLASS
+    kind = VISION_CLASS if config.get("model_type") in VISION_FAMILIES else "AutoModelForCausalLM"
     return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"

@@ -1,1 +1,0 @@
-"""Calibration: measures the constants of the cost model on this machine (`longctx calibrate`)."""

@@ -1,0 +1,205 @@
+"""Static baselines: the degrees that trainers without dynamic degrees have, as checked `Plan`s scored by the same cost model.
+
+Fixed static: one degree for all steps, documents packed next-fit in their order. The degree is the smallest power of two that
+holds the longest document of the data set and divides the ranks, or all ranks if there is none. A group of `degree` ranks holds
+a pack; a pack is closed when the next document does not fit, without sorting. The last packs are then split, document by
+document from the end, until every group has a pack in every micro-batch. This is the packing of `dp_balanced`, the baseline of
+Megatron-LM's dynamic context parallelism benchmark; our own code.
+
+Plain static: one power-of-two degree for all documents of a step, the best one, packed best-fit by tokens without a cost model.
+Stronger than what people run; `make_plan(mode="static")` is stronger still: it tries every degree, balances packs and runs
+packs of similar time together.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.check import check_lengths, check_plan, check_settings
+from longctx.planning.cost.bounds import plan_cost
+from longctx.planning.cost.model import score
+from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.layout import longest_document
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.planners.static import best_fit
+
+Place = Callable[[HardwareProfile, Integers, int, int], Assignment]
+"""(profile, lengths, ranks, tokens_per_rank) → assignment. Raises PlanError if the documents cannot be held."""
+
+
+def fixed_degree(longest: int, ranks: int, tokens_per_rank: int) -> int:
+    """Returns the degree for a data set whose longest document has `longest` tokens. Raises PlanError if no degree holds it."""
+    degrees = [degree for degree in powers_of_two(ranks) if ranks % degree == 0]
+    for degree in (*degrees, ranks):
+        if _holds(degree, longest, tokens_per_rank):
+            return degree
+    raise PlanError(
+        f"fixed static cannot hold a document of {longest:,} tokens: all {ranks:,} ranks hold "
+        f"{longest_document(ranks, tokens_per_rank):,} at {tokens_per_rank:,} tokens per rank"
+    )
+
+
+def check_fixed_degree(degree: int, longest: int, ranks: int, tokens_per_rank: int) -> None:
+    """Raises PlanError unless `degree` divides the ranks and holds a document of `longest` tokens."""
+    if ranks % degree:
+        raise PlanError(f"static:{degree} on {ranks:,} ranks: the degree must divide the number of ranks")
+    if _holds(degree, longest, tokens_per_rank):
+        return
+    divisors = (d for d in range(1, ranks + 1) if ranks % d == 0)
+    enough = next((d for d in divisors if _holds(d, longest, tokens_per_rank)), None)
+    raise PlanError(
+        f"static:{degree} does not hold the longest document of {longest:,} tokens: {degree} ranks with {tokens_per_rank:,} "
+        f"tokens each hold {longest_document(degree, tokens_per_rank):,}; "
+        + (f"use degree {enough} or more" if enough else f"no degree on {ranks:,} ranks holds it")
+    )
+
+
+def plan_fixed_static(
+    lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile, degree: int
+) -> Plan:
+    """Plans the documents, in the order in which they were drawn, at the fixed degree of their data set.
+
+    Raises PlanError for invalid input, or if the degree does not divide the ranks or does not hold every document.
+    """
+    check_settings(ranks, tokens_per_rank, "static", degree, None, None)
+    sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
+    check_fixed_degree(degree, int(sizes.max()), ranks, tokens_per_rank)
+    place = partial(place_fixed_static, degree=degree)
+    return _plan("static", f"static:{degree}", place, sizes, ranks, tokens_per_rank, profile)
+
+
+def plan_placed(
+    name: str, place: Place, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile
+) -> Plan:
+    """Plans the documents as `place` assigns them. Raises PlanError for invalid input, or if `place` cannot hold them."""
+    check_settings(ranks, tokens_per_rank, "auto", None, None, None)
+    return _plan("auto", name, place, check_lengths(lengths, ranks, tokens_per_rank, profile), ranks, tokens_per_rank, profile)
+
+
+def _plan(
+    mode: str, winner: str, place: Place, sizes: Integers, ranks: int, tokens_per_rank: int, profile: HardwareProfile
+) -> Plan:
+    """Places the documents, then scores and checks the plan; only placing counts as planning time."""
+    began = time.perf_counter()
+    assignment = place(profile, sizes, ranks, tokens_per_rank)
+    planning_ms = (time.perf_counter() - began) * 1e3
+    rounds, timed = choose_rounds(profile, sizes, assignment, score(profile, sizes, assignment, ranks))
+    plan = Plan(
+        mode=mode,
+        winner=winner,
+        ranks=ranks,
+        tokens_per_rank=tokens_per_rank,
+        lengths=tuple(sizes.tolist()),
+        micro_batches=assignment.placements(rounds),
+        profile=profile,
+        cost=plan_cost(timed, profile, sizes, tokens_per_rank),
+        planning_ms=planning_ms,
+    )
+    check_plan(plan)
+    return plan
+
+
+def place_fixed_static(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int
+) -> Assignment:
+    """Assigns every document. `degree` must pass `check_fixed_degree` for the longest document; `profile` is not used."""
+    groups = ranks // degree
+    packs = _next_fit(largest_shards(lengths, np.full_like(lengths, degree)).tolist(), tokens_per_rank)
+    _split_last(packs, groups)
+    rows = [[RankGroup(degree, pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
+    return stand_in_rows(rows, lengths)
+
+
+def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
+    """Assigns every document at the best power-of-two degree. Raises PlanError if the largest does not hold every document."""
+    plans: list[Assignment] = []
+    degrees = powers_of_two(ranks)
+    for degree, tokens in zip(degrees, shards_by_degree("Plain static", lengths, degrees, tokens_per_rank).T, strict=True):
+        if int(tokens.max()) > tokens_per_rank:
+            continue
+        pack = best_fit(tokens, tokens_per_rank)
+        packed = [RankGroup(degree, np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
+        groups = ranks // degree
+        rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
+        plans.append(stand_in_rows(rows, lengths))
+    return fastest(profile, lengths, plans, ranks)
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """Neighboring ranks; each document of a group is split over all its ranks."""
+
+    degree: int
+    documents: list[int] = field(default_factory=list)
+
+
+def powers_of_two(ranks: int) -> list[int]:
+    """Returns 1, 2, 4, … up to `ranks`."""
+    return [1 << i for i in range(ranks.bit_length())]
+
+
+def stand_in_rows(rows: Sequence[Sequence[RankGroup]], lengths: Integers) -> Assignment:
+    """Assigns groups to ranks: every row is a micro-batch, whose groups take consecutive ranks from rank 0."""
+    micro_batch, first_rank, degree = (np.full(len(lengths), -1, dtype=np.int64) for _ in range(3))
+    for row, groups in enumerate(rows):
+        first = 0
+        for group in groups:
+            micro_batch[group.documents], first_rank[group.documents], degree[group.documents] = row, first, group.degree
+            first += group.degree
+    if (micro_batch < 0).any():
+        raise PlanError(f"document {int(micro_batch.argmin())} was left out")
+    return Assignment(micro_batch, first_rank, degree, np.zeros(len(lengths), dtype=bool))
+
+
+def fastest(profile: HardwareProfile, lengths: Integers, plans: Sequence[Assignment], ranks: int) -> Assignment:
+    """Returns the assignment with the smallest predicted makespan, the first of equals."""
+    return min(
+        plans, key=lambda plan: choose_rounds(profile, lengths, plan, score(profile, lengths, plan, ranks))[1].makespan_ns
+    )
+
+
+def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:
+    """Returns the tokens of each document on the fullest rank at each degree, [documents, degrees].
+
+    Raises PlanError, naming the system, if the largest degree does not hold a document.
+    """
+    shards = largest_shards(*np.broadcast_arrays(lengths[:, None], np.array(degrees)))
+    unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
+    if len(unfit):
+        raise PlanError(
+            f"{system} cannot hold document {unfit[0]} of {lengths[unfit[0]]} tokens: its largest degree here is "
+            f"{degrees[-1]}, which holds {degrees[-1] * tokens_per_rank} at {tokens_per_rank} tokens per rank"
+        )
+    return shards
+
+
+def _holds(degree: int, length: int, tokens_per_rank: int) -> bool:
+    return int(largest_shards(np.array([length]), np.array([degree]))[0]) <= tokens_per_rank
+
+
+def _next_fit(tokens: list[int], capacity: int) -> list[list[int]]:
+    """Packs documents in their order; `tokens` are the tokens of each on the fullest rank of its group."""
+    packs: list[list[int]] = []
+    free = -1
+    for document, count in enumerate(tokens):
+        if count > free:
+            packs.append([])
+            free = capacity
+        packs[-1].append(document)
+        free -= count
+    return packs
+
+
+def _split_last(packs: list[list[int]], multiple: int) -> None:
+    """Splits packs until their number is a multiple of `multiple`, if possible, starting with the last document."""
+    at = len(packs) - 1
+    while len(packs) % multiple and at >= 0:
+        if len(packs[at]) > 1:
+            packs.append([packs[at].pop()])
+        else:
+            at -= 1
