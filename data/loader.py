@@ -81,6 +81,7 @@ class Loader(Iterator[StepBatch]):
             max_length=max_length,
             long_documents=long_documents,
             held_out_share=held_out_share,
+            masked=masking is not None,
         )
         self._identity = {
             **_identity_of(store),

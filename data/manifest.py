@@ -103,9 +103,8 @@ class Manifest:
 
     @property
     def conversations(self) -> bool:
-        """Whether the store has conversations; stores of older versions show this only by tokens that are not targets."""
-        known = bool(set(self.formats) - WITHOUT_TEMPLATE)
-        return known or (not self.formats and self.trained_tokens != self.tokens - self.documents)
+        """Whether the store has conversations."""
+        return bool(set(self.formats) - WITHOUT_TEMPLATE)
 
     @property
     def loss(self) -> str:

@@ -7,7 +7,7 @@ A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream file
     length          int64, number of tokens
     trained_tokens  int64, number of targets: labels of the whole document other than -100
     trained         list<bool>, which tokens may be targets; null means all (every document but conversations)
-    weight          float64, weight of each of its targets in the loss; stores of older versions lack it, which means 1
+    weight          float64, weight of each of its targets in the loss
     token_weights   list<float32>, further factor of each target in the loss; null means 1; only files that need it have it
 
 The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
@@ -137,8 +137,6 @@ class Store:
                     filter(None, (file.damage() for file in files)), f"{column} adds up to {actual:,}, not {total:,}"
                 )
                 raise StoreError(f"store {path} is damaged: {problem}; {again}")
-        if "weight" not in table.column_names:  # in stores of older versions
-            table = table.append_column("weight", pyarrow.array(np.ones(table.num_rows)))
         if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:
             raise StoreError(
                 f"store {path} was made with another tokenizer than {tokenizer}: prepare it again with that one "

@@ -45,7 +45,7 @@ class Part:
     trained_tokens: int = 0
     longest_name: str = ""
     longest_length: int = 0
-    characters: int = 0  # older journals lack this field and the following
+    characters: int = 0
     lost_characters: int = 0
     lossy_documents: int = 0
     lossiest_name: str = ""

@@ -447,6 +447,8 @@ def test_a_description_cannot_name_files_elsewhere(trained: tuple[Path, Path], c
         SavedWeights(folder)
 
 
-def test_old_checkpoints_are_used_without_checksums(repository: Path) -> None:
-    found, _ = checkpoint.newest(repository / "tests" / "recorded_run")
-    assert isinstance(found, Checkpoint) and not found.checksums and not found.damage()
+def test_a_checkpoint_without_checksums_is_read(trained: tuple[Path, Path], changed: Changed) -> None:
+    _, run = trained
+    changed(folder_of(run, 3) / "state.json", without_checksums(folder_of(run, 3)))
+    found, _ = checkpoint.newest(run)
+    assert isinstance(found, Checkpoint) and found.step == 3 and not found.checksums and not found.damage()
