@@ -104,8 +104,8 @@ def drawn(random: np.random.Generator) -> tuple[list[int], list[int]]:
     return ids, [-100 if random.random() < 0.5 else token for token in ids]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
-def test_windows_and_sinks(workers: Workers, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "mamba2"])
+def test_windows_sinks_and_linear_attention(workers: Workers, tmp_path: Path, kind: str) -> None:
     options = {"num_train_epochs": 1}
     runs = workers.run(train, 2, tmp_path, kind, 1, True, options)
     assert_equal(runs, plain(workers, tmp_path, train, kind, options))
@@ -181,9 +181,10 @@ def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
         (2, 2, {}),
         (3, 1, {}),
         (2, 1, {"lora": True, "gradient_checkpointing": True}),
+        (2, 1, {"lora": "dora"}),
         (2, 1, {"loss_type": "dft"}),
     ],
-    ids=["two ranks", "three ranks", "adapters", "dft"],
+    ids=["two ranks", "three ranks", "adapters", "dora", "dft"],
 )
 def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int, options: dict[str, Any]) -> None:
     """Conversations of which only the assistant's turns have a loss; metrics of TRL included."""

@@ -41,6 +41,11 @@ def model(kind: str = "qwen2") -> Any:
         config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
         config.layer_types = ["sliding_attention", "full_attention"]
         return transformers.GptOssForCausalLM(config)
+    if kind == "mamba2":
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+        return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, num_heads=8, head_dim=8, n_groups=2))
+    if kind == "arcee":
+        return transformers.ArceeForCausalLM(transformers.ArceeConfig(**sizes))
     if kind in ("bert", "roberta", "modernbert"):
         name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[kind]
         sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "local_attention": 16}
@@ -221,7 +226,8 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
 
     ranks, options = as_rank(), dict(options)
     lora, kind, predicting = options.pop("lora", False), options.pop("kind", "qwen2"), options.pop("predicting", False)
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
+    kinds = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": lora == "dora"}
+    adapters = LoraConfig(r=4, **kinds) if lora else None
     defaults = {"assistant_only_loss": True, "max_length": None}
     data = [datasets.Dataset.from_list(conversations(count, seed)) for count, seed in ((DOCUMENTS, 0), (19, 1))]
     given = arguments(folder, ranks, accumulation, **{**defaults, **options})
