@@ -244,7 +244,8 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
             return kind
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
-        f"input_ids, only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a conversation"
+        f"input_ids, only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a "
+        "conversation"
     )
 
 

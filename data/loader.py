@@ -81,7 +81,6 @@ class Loader(Iterator[StepBatch]):
             max_length=max_length,
             long_documents=long_documents,
             held_out_share=held_out_share,
-            masked=masking is not None,
         )
         self._identity = {
             **_identity_of(store),

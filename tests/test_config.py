@@ -138,8 +138,14 @@ def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("dpo", "TRL's DPOTrainer"), ("policy", "TRL's GRPOTrainer or RLOOTrainer"), ("data.rollouts", "TRL's GRPOTrainer")]
-    + [("masked", "transformers.Trainer"), ("images", "SFTTrainer"), ("encoder", "Seq2SeqTrainer")],
+    [
+        ("dpo", "TRL's DPOTrainer"),
+        ("policy", "TRL's GRPOTrainer or RLOOTrainer"),
+        ("data.rollouts", "TRL's GRPOTrainer"),
+        ("masked", "transformers.Trainer"),
+        ("images", "SFTTrainer"),
+        ("encoder", "Seq2SeqTrainer"),
+    ],
 )
 def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -> None:
     section, _, key = name.partition(".")
