@@ -127,7 +127,7 @@ def test_rules_skip_invalid_values() -> None:
         ("train.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
         ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
-        ("zzz.zzz=1", "sections are model, lora, masked, data"),
+        ("zzz.zzz=1", "sections are model, lora, data, batch"),
     ],
 )
 def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
@@ -294,7 +294,7 @@ def test_max_length_is_what_the_mode_can_hold() -> None:
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
         ("context:\n  mode: bins\n  bins:\n  8192: 1\n  32768: 4\n", r"indent it further than `bins:`"),
         ("balance: {zloss: 1}", r"did you mean balance\.z_loss\?"),
-        ("masked: {shared: 1}", r"did you mean masked\.share\?"),
+        ("batch: {global_token: 1}", r"did you mean batch\.global_tokens\?"),
         ("train: {on: 1}", r"train\.on = 1"),
         ("optimizer: {betas: [0.9, 1.0]}", r"must be less than 1 \(at 1\)"),
         ("? [a]\n", "a key must be text or a number"),
