@@ -125,14 +125,13 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
     if request.given is not None and not tokenizer.is_bytes:
         _check_covered(tokenizer, request.corpus)
-    pretrained, template = request.pretrained, request.template
+    pretrained = request.pretrained
     if pretrained is not None:
         _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
     encoder = Encoder(
         tokenizer,
         np.zeros(0, tokenizer.dtype) if pretrained is None else pretrained.begin,
-        markup=None if template is None else template.markup,
-        template=template,
+        template=request.template,
         train_on=request.train_on,
         max_length=request.max_length,
         long_documents=request.long_documents,
