@@ -10,7 +10,7 @@ import numpy as np
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.formats import Document
 from longctx.data.left_out import left_out
-from longctx.data.markup import Marked, Markup
+from longctx.data.markup import Marked
 from longctx.data.messages import leaves
 from longctx.data.sampler import TRUNCATED
 from longctx.data.template import Rendered, Template
@@ -29,8 +29,8 @@ class EncodedDocument(NamedTuple):
         spelled: whether a text of a conversation contains special tokens, which are encoded as such.
         straddling: number of target tokens that also contain text that is not trained on.
         left_out: names of what the conversation says and the template does not show.
-        too_long: whether it is dropped, as it is too long, or has no target when cut; `truncated`: whether it is cut.
         thoughts: number of turns that the template begins with an empty thought, which is not trained on.
+        truncated: whether it is cut.
     """
 
     document: Document
@@ -42,7 +42,6 @@ class EncodedDocument(NamedTuple):
     straddling: int = 0
     left_out: Collection[str] = ()
     thoughts: int = 0
-    too_long: bool = False
     truncated: bool = False
 
 
@@ -53,7 +52,7 @@ class Encoder:
     Args:
         tokenizer: tokenizer of texts, and of conversations in ChatML.
         begin: tokens put before every text.
-        template, markup: chat template of a checkpoint and the tokenizer of rendered conversations; None: ChatML.
+        template: chat template of a checkpoint; None: ChatML.
         train_on: parts of conversations to train on, see `TRAIN_ON`.
         max_length: maximum number of tokens of a conversation, or of token ids with a mask; None: no limit.
         long_documents: what happens to longer ones: error, drop, truncate_left (keeps the end) or truncate_right.
@@ -63,7 +62,6 @@ class Encoder:
     tokenizer: Tokenizer
     begin: TokenArray
     template: Template | None = None
-    markup: Markup | None = None
     train_on: str = "assistant"
     max_length: int | None = None
     long_documents: str = "error"
@@ -111,16 +109,16 @@ class Encoder:
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
-        kept = [row for row in map(self._cut, rows) if not row.too_long]
+        kept = [row for row in map(self._cut, rows) if row is not None]
         return kept, len(rows) - len(kept)
 
-    def _cut(self, row: EncodedDocument) -> EncodedDocument:
-        """Cuts a conversation that is too long. Raises ChatError if it must not be cut, or dropped."""
+    def _cut(self, row: EncodedDocument) -> EncodedDocument | None:
+        """Returns a row, cut if it is a conversation that is too long; None: it is dropped. Raises ChatError if it must not."""
         limit = self.max_length
         if limit is None or len(row.tokens) <= limit or not (row.document.messages or row.document.learned is not None):
             return row
         if self.long_documents == "drop":
-            return row._replace(too_long=True)
+            return None
         if self.long_documents not in TRUNCATED:
             raise ChatError(
                 f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: give --long-documents "
@@ -128,21 +126,22 @@ class Encoder:
             )
         span = slice(-limit, None) if self.long_documents == "truncate_left" else slice(limit)
         trained = None if row.trained is None else row.trained[span]
-        without = trained is not None and not trained[1:].any()
-        return row._replace(tokens=row.tokens[span], trained=trained, too_long=without, truncated=not without)
+        if trained is not None and not trained[1:].any():
+            return None
+        return row._replace(tokens=row.tokens[span], trained=trained, truncated=True)
 
     def _has_template(self, document: Document) -> bool:
         return bool(document.messages) and self.template is not None
 
     def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
-        if self.markup is None:
+        if self.template is None:
             return []
         spans = [r.spans or () for r in rendered], [r.weights for r in rendered]
-        marked = self.markup.encode_batch([r.text for r in rendered], *spans, workers=self.workers)
+        marked = self.template.markup.encode_batch([r.text for r in rendered], *spans, workers=self.workers)
         return list(zip(rendered, marked, strict=True))
 
     def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> EncodedDocument:
-        assert self.markup is not None
+        assert self.template is not None
         end = self._end[: rendered.unended]
         last = rendered.weights[-1] if rendered.weights else 1.0
         tokens, trained = np.append(marked.tokens, end), token_weights(np.append(marked.trained, [last] * len(end)))
@@ -152,7 +151,7 @@ class Encoder:
             None if rendered.spans is None else trained,
             marked.characters,
             marked.lost,
-            any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
+            any(map(self.template.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
             marked.straddling,
             rendered.left_out,
             rendered.thoughts,

@@ -34,7 +34,7 @@ from longctx.data.readers import CorpusError
 from longctx.data.request import StoreRequest
 from longctx.data.store_folder import NOTES, partial_folder, present, put_in_place
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
-from longctx.data.writer import Part, Progress, write_dataset_files, write_parts
+from longctx.data.writer import SUMS, Part, Progress, write_dataset_files, write_parts
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
@@ -95,23 +95,24 @@ def prepare(
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
-    request = StoreRequest.of(
-        corpus,
-        tokenizer,
-        end_of_document,
-        vocab_size,
-        chat_template,
-        template_variables or {},
-        train_on,
-        max_length,
-        long_documents,
-        empty_thoughts,
+    request = StoreRequest(
+        corpus=corpus,
+        tokenizer=tokenizer,
+        end_of_document=end_of_document,
+        vocab_size=vocab_size,
+        chat_template=chat_template,
+        variables=template_variables or {},
+        train_on=train_on,
+        max_length=max_length,
+        long_documents=long_documents,
+        empty_thoughts=empty_thoughts,
     )
+    digest = request.digest
     progress("reading the source", 1)
-    if (manifest := present(out, request.digest, overwrite)) is not None:
+    if (manifest := present(out, digest, overwrite)) is not None:
         return Prepared(manifest, made=False)
-    with partial_folder(out, request.digest) as folder:
-        manifest = _write(request, folder, long_documents, workers, progress)
+    with partial_folder(out, digest) as folder:
+        manifest = _write(request, folder, workers, progress)
         manifest.save(folder)
         put_in_place(folder, out)
         for name in NOTES:
@@ -119,22 +120,21 @@ def prepare(
     return Prepared(manifest, made=True)
 
 
-def _write(request: StoreRequest, folder: Path, long_documents: str, workers: int | None, progress: Progress) -> Manifest:
+def _write(request: StoreRequest, folder: Path, workers: int | None, progress: Progress) -> Manifest:
     """Writes the files of the store into a folder. Returns its manifest, which is not written yet."""
     tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
     if request.given is not None and not tokenizer.is_bytes:
         _check_covered(tokenizer, request.corpus)
-    pretrained, template = request.pretrained, request.template
+    pretrained = request.pretrained
     if pretrained is not None:
         _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
     encoder = Encoder(
         tokenizer,
         np.zeros(0, tokenizer.dtype) if pretrained is None else pretrained.begin,
-        markup=None if template is None else template.markup,
-        template=template,
+        template=request.template,
         train_on=request.train_on,
         max_length=request.max_length,
-        long_documents=long_documents,
+        long_documents=request.long_documents,
         workers=workers,
     )
     counts = SourceCounts()
@@ -261,13 +261,10 @@ def _manifest(
         if file.is_file() and file.name not in NOTES
     }
     written = {part.file: part.checksums for part in parts}
-    version = WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION
     return Manifest(
         **settings,
         source=corpus.source,
-        documents=sum(part.documents for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        trained_tokens=sum(part.trained_tokens for part in parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in SUMS},
         longest_name=longest.longest_name,
         longest_length=longest.longest_length,
         empty_documents=counts.empty,
@@ -280,23 +277,14 @@ def _manifest(
         end_of_document_token=tokenizer.end_of_document_token,
         files={name: file.stat().st_size for name, file in files.items()},
         checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
-        characters=sum(part.characters for part in parts),
-        lost_characters=sum(part.lost_characters for part in parts),
-        lossy_documents=sum(part.lossy_documents for part in parts),
         lossiest_name=lossiest.lossiest_name,
         lossiest_characters=lossiest.lossiest_characters,
         formats=counts.formats,
         untrained_documents=counts.untrained,
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
-        dropped_documents=sum(part.dropped_documents for part in parts),
-        truncated_documents=sum(part.truncated_documents for part in parts),
-        spelled_documents=sum(part.spelled_documents for part in parts),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
-        empty_thoughts=sum(part.empty_thoughts for part in parts),
-        straddling_tokens=sum(part.straddling_tokens for part in parts),
-        version=version,
-        weighted_documents=sum(part.weighted_documents for part in parts),
+        version=WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION,
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
     )

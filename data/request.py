@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,93 +22,83 @@ TREATMENTS = ("error", "drop", *TRUNCATED)
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A store that is asked for, checked as far as possible before the source is read.
+    """A store that is asked for, checked as far as possible before the source is read. Raises as `prepare` does.
 
-    Attributes:
-        corpus: source.
-        tokenizer: name as given.
-        given: tokenizer; None: one is trained.
-        pretrained: pretrained model that the tokenizer comes from, if any.
-        templates: Jinja templates without (False) and with tools (True); None: ChatML.
-        template: the templates, ready to render; None: ChatML.
-        vocab_size, chat_template, train_on, max_length: as in `prepare`.
-        source: fingerprint of the source.
-        settings: settings in the fingerprints of request and store.
+    Attributes are those of `prepare`; `corpus` is open.
     """
 
     corpus: Corpus
     tokenizer: str
-    given: Tokenizer | None
-    pretrained: Pretrained | None
-    templates: Mapping[bool, str] | None
-    template: Template | None
+    end_of_document: str | None
     vocab_size: int
     chat_template: str
+    variables: Mapping[str, Any]
     train_on: str
     max_length: int | None
-    source: str
-    settings: Mapping[str, Any]
+    long_documents: str
+    empty_thoughts: bool
 
-    @classmethod
-    def of(
-        cls,
-        corpus: Corpus,
-        tokenizer: str,
-        end_of_document: str | None,
-        vocab_size: int,
-        chat_template: str,
-        variables: Mapping[str, Any],
-        train_on: str,
-        max_length: int | None,
-        long_documents: str,
-        empty_thoughts: bool,
-    ) -> "StoreRequest":
-        """Checks the settings and reads the fingerprint of the source. Raises as `prepare` does."""
-        if train_on not in TRAIN_ON:
-            raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
-        if max_length is not None and max_length < 2:
-            raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
-        if long_documents not in TREATMENTS:
-            raise ChatError(f"long_documents is {long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
-        ready_made, pretrained = _given_tokenizer(tokenizer, end_of_document)
-        templates = _with_variables(_templates(pretrained, chat_template), variables)
-        settings: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "long_documents": long_documents}
-        settings["empty_thoughts"] = empty_thoughts
-        template = None
-        if pretrained is not None:
-            settings["begin"] = pretrained.begin.tolist()
-            files = [(pretrained.folder / file).read_bytes() for file in pretrained.files]
-            settings["files"] = [hashlib.sha256(file).hexdigest() for file in files]
-        if pretrained is not None and templates is not None:
-            settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
-            markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
-            options = train_on, empty_thoughts, pretrained.reads_images
-            template = Template(templates, pretrained.variables, markup, pretrained.ends, *options)
-        return cls(
-            corpus,
-            tokenizer,
-            ready_made,
-            pretrained,
-            templates,
-            template,
-            vocab_size,
-            chat_template,
-            train_on,
-            max_length,
-            corpus.fingerprint(),
-            settings,
-        )
+    def __post_init__(self) -> None:
+        if self.train_on not in TRAIN_ON:
+            raise ChatError(f"train_on is {self.train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
+        if self.max_length is not None and self.max_length < 2:
+            raise ChatError(f"max_length is {self.max_length}: it must be at least 2, as the first token is never a target")
+        if self.long_documents not in TREATMENTS:
+            raise ChatError(f"long_documents is {self.long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
 
-    @property
+    @cached_property
+    def pretrained(self) -> Pretrained | None:
+        """Pretrained model that the tokenizer comes from, if any."""
+        made = self.tokenizer in ("bpe", "bytes") or self.tokenizer.endswith(".json") or Path(self.tokenizer).is_file()
+        return None if made else Pretrained.load(self.tokenizer, self.end_of_document)
+
+    @cached_property
+    def given(self) -> Tokenizer | None:
+        """Tokenizer; None: one is trained."""
+        if self.pretrained is not None:
+            return self.pretrained.tokenizer
+        if self.tokenizer in ("bpe", "bytes"):
+            return Tokenizer.bytes() if self.tokenizer == "bytes" else None
+        return Tokenizer.load(Path(self.tokenizer), self.end_of_document)
+
+    @cached_property
+    def templates(self) -> Mapping[bool, str] | None:
+        """Jinja templates without (False) and with tools (True); None: ChatML."""
+        return _with_variables(_templates(self.pretrained, self.chat_template), self.variables)
+
+    @cached_property
+    def template(self) -> Template | None:
+        """The templates, ready to render; None: ChatML."""
+        known = self.pretrained
+        if known is None or self.templates is None:
+            return None
+        markup = Markup(known.tokenizer.text, known.tokenizer.dtype)
+        options = self.train_on, self.empty_thoughts, known.reads_images
+        return Template(self.templates, known.variables, markup, known.ends, *options)
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        """What the tokens depend on, besides the tokenizer."""
+        names = ("train_on", "max_length", "long_documents", "empty_thoughts")
+        content = {"source": self.corpus.fingerprint(), **{name: getattr(self, name) for name in names}}
+        if self.pretrained is not None:
+            files = [(self.pretrained.folder / file).read_bytes() for file in self.pretrained.files]
+            content["begin"] = self.pretrained.begin.tolist()
+            content["files"] = [hashlib.sha256(file).hexdigest() for file in files]
+            if self.templates is not None:
+                content["template"] = [*self.templates.items()], dict(self.pretrained.variables), self.pretrained.ends
+        return content
+
+    @cached_property
     def digest(self) -> str:
         """Digest of the request."""
         choice = ["bpe", self.vocab_size] if self.given is None else [self.given.fingerprint, self.given.end_of_document]
-        return digest({"source": self.source, "tokenizer": choice, **self.settings})
+        return _digest({"tokenizer": choice, **self._content})
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
         """Returns the fingerprint of the store that was made."""
-        content = {"source": self.source, "tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
-        return digest({**content, **self.settings})
+        own = {"tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
+        return _digest({**own, **self._content})
 
     def template_in_words(self, tokenizer: Tokenizer) -> str:
         """Describes the chat template, and how the tokens to train on were found."""
@@ -124,20 +115,8 @@ class StoreRequest:
         return f"{name}; turns to train on are found by {way}"
 
 
-def digest(content: Any) -> str:
+def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Pretrained | None]:
-    """Returns the tokenizer (None: it must be trained) and the pretrained model that it comes from, if any."""
-    if tokenizer == "bpe":
-        return None, None
-    if tokenizer == "bytes":
-        return Tokenizer.bytes(), None
-    if tokenizer.endswith(".json") or Path(tokenizer).is_file():
-        return Tokenizer.load(Path(tokenizer), end_of_document), None
-    pretrained = Pretrained.load(tokenizer, end_of_document)
-    return pretrained.tokenizer, pretrained
 
 
 def _templates(pretrained: Pretrained | None, chat_template: str) -> Mapping[bool, str] | None:

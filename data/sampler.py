@@ -97,24 +97,6 @@ def _check_settings(global_tokens: int, seed: int, max_length: int, long_documen
         raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
 
 
-def check_long(
-    lengths: npt.NDArray[np.int64],
-    taken: npt.NDArray[np.bool_],
-    count: int,
-    max_length: int,
-    long_documents: str | None,
-    name: Callable[[int], str],
-) -> None:
-    """Raises SamplerError if `count` documents are too long and may not be."""
-    longest = int(np.where(taken, lengths, 0).argmax())
-    if long_documents == "error":
-        raise SamplerError(
-            f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {count} of {int(taken.sum())} documents "
-            f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise "
-            "data.max_length, or use more ranks or more batch.tokens_per_rank"
-        )
-
-
 def _check_step(global_tokens: int, tokens: int, pieces: int) -> None:
     """Raises SamplerError if a step has too many tokens for `pieces` pieces of `tokens` tokens."""
     if global_tokens > MOST_EPOCHS * tokens:
@@ -173,8 +155,13 @@ class Sampler:
         taken = np.ones(len(lengths), np.bool_) if left_out is None else ~left_out
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
-        if self.long:
-            check_long(lengths, taken, self.long, max_length, long_documents, name)
+        if self.long and long_documents == "error":
+            longest = int(np.where(taken, lengths, 0).argmax())
+            raise SamplerError(
+                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {self.long} of {int(taken.sum())} documents "
+                f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
+                "or use more ranks or more batch.tokens_per_rank"
+            )
         if long_documents is None and partly is not None and (refused := is_long & partly).any():
             longest = int(np.where(refused, lengths, 0).argmax())
             raise SamplerError(

@@ -64,6 +64,13 @@ class Part:
     checksums: str = ""
 
 
+SUMS = (
+    *("documents", "tokens", "trained_tokens", "characters", "lost_characters", "lossy_documents", "dropped_documents"),
+    *("truncated_documents", "spelled_documents", "straddling_tokens", "empty_thoughts", "weighted_documents"),
+)
+"""Numbers of a part that add up to those of the store."""
+
+
 def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCounts, *, progress: Progress) -> list[Part]:
     """Writes the Arrow files that are still missing. Returns all parts."""
     parts = finished_parts(folder)

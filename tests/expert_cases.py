@@ -19,7 +19,6 @@ from longctx.parallel import expert
 from longctx.parallel.mesh import make_groups
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.balance import Balance
-from longctx.training.objectives.objective import token_mean
 from tests.training_cases import start, train
 
 TINY_MOE = [
@@ -203,7 +202,7 @@ def balanced_step(folder: Path, settings: list[str]) -> tuple[dict[str, torch.Te
 
     trainer = make_trainer(folder, ["model.implementation=transformers", *settings])
     batch = make_batch(dist.get_world_size(), dist.get_rank())
-    trainer.passes.forward_backward(batch, token_mean(batch))
+    trainer.passes.forward_backward(batch)
     gradients = {name: _gradient(weight) for name, weight in trainer.model.named_parameters()}
     found = trainer.passes.balance.end_step()
     trainer.passes.balance.move_biases()

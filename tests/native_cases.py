@@ -16,7 +16,6 @@ from longctx.model.pretrained_decoder import PretrainedDecoder
 from longctx.parallel.mesh import make_groups
 from longctx.planning.layout import Layout, Placement
 from longctx.training.build import sizes_of_groups
-from longctx.training.objectives.objective import token_mean
 from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, SIZE, SPECIAL, make_documents
@@ -169,7 +168,7 @@ def step(folder: Path, settings: list[str]) -> tuple[float, Tensors, Tensors]:
     assert isinstance(model, PretrainedDecoder)
     weights = everyones(model, {name: whole(weight).clone() for name, weight in model.named_parameters()})
     batch = make_batch(trainer)
-    losses = trainer.passes.forward_backward(batch, token_mean(batch))
+    losses = trainer.passes.forward_backward(batch)
     counted = trainer.mesh.gather([float(losses.double().sum()) if trainer.mesh.counts else 0.0]).sum()
     return float(counted), everyones(model, {name: whole(weight.grad) for name, weight in model.named_parameters()}), weights
 

@@ -12,7 +12,6 @@ from longctx.model.huggingface import OURS
 from longctx.model.pretrained_decoder import PretrainedDecoder
 from longctx.parallel.mesh import make_groups
 from longctx.training.build import sizes_of_groups
-from longctx.training.objectives.objective import token_mean
 from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, SIZE, make_documents, unpacked
@@ -58,7 +57,7 @@ def step(folder: Path, settings: list[str]) -> Step:
     plan = placed_plan(LENGTHS, mesh.ranks, PLACEMENTS_OF[mesh.ranks])
     micro_batches, targets = pack_documents(plan, mesh.rank, documents(), pad_to_multiple_of=mesh.tensor.size())
     batch = StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches))
-    losses = trainer.passes.forward_backward(batch, token_mean(batch))
+    losses = trainer.passes.forward_backward(batch)
     loss = float(mesh.gather([float(losses.double().sum()) if mesh.counts else 0.0]).sum())
     return loss, _everyones(trainer, {name: whole(each.grad) for name, each in trainer.model.named_parameters()}), weights
 

@@ -16,7 +16,6 @@ from longctx.model.huggingface import OURS
 from longctx.parallel.mesh import make_groups
 from longctx.planning.layout import Placement
 from longctx.training.build import sizes_of_groups
-from longctx.training.objectives.objective import token_mean
 from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, make_documents, unpacked
@@ -54,7 +53,7 @@ def step(
     trainer = make_trainer(folder, settings)
     state = {name.removeprefix(OURS): whole(value).clone() for name, value in trainer.model.state_dict().items()}
     batch = (batch_of or make_batch)(dist.get_world_size(), dist.get_rank())
-    losses = trainer.passes.forward_backward(batch, token_mean(batch))
+    losses = trainer.passes.forward_backward(batch)
     total = losses.sum().double()
     dist.all_reduce(total)
     gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}

@@ -25,7 +25,6 @@ from longctx.model.checkpoint_files import PretrainedError
 from longctx.model.source import adapted, pretrained
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
-from longctx.training.objectives.objective import token_mean
 from longctx.training.saved import checkpoint
 from tests.export_cases import untouched
 from tests.huggingface_cases import build_model
@@ -181,7 +180,7 @@ def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
         patch.setattr(HeadSwap, "run", swapped)
         patch.setattr(ring_pass.RingPass, "__init__", attended)
         batch = make_batch(dist.get_world_size(), dist.get_rank())
-        trainer.passes.forward_backward(batch, token_mean(batch))
+        trainer.passes.forward_backward(batch)
     return done
 
 

@@ -8,12 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention import pool_documents
-from longctx.attention.inputs import AttentionInputError
 from longctx.data.packing import PackingError, StepBatch, pack_documents, pack_seq2seq
 from longctx.data.trees import merge_prefixes, pack_merged
 from longctx.errors import UserError
@@ -316,5 +313,3 @@ def test_what_cannot_be_exact_is_refused() -> None:
         pack_seq2seq(plan, 0, documents, documents, start_token=0)
     with pytest.raises(UserError, match="has 1 trees, but losses of experts count every sequence"):
         Balance(cast("Any", [router]), 0.0, cast("Any", None)).documents(plan, micro_batch.layout, 10)
-    with pytest.raises(AttentionInputError, match="document 0 is a tree, whose sequences share tokens"):
-        pool_documents(torch.zeros(micro_batch.layout.tokens, 2), micro_batch.layout, 2)

@@ -14,7 +14,8 @@ from longctx.data.prepare import prepare
 from longctx.errors import UserError
 from longctx.model.lora import find_targets
 from longctx.model.vision import VISION_FAMILIES, tower_blocks, tower_sizes
-from tests import pretrained_cases
+from longctx.training.saved.export import how_to_load
+from tests import launched, pretrained_cases
 from tests.data_cases import learnt, made, whole, write_jsonl
 from tests.huggingface_cases import make_documents, unpacked
 from tests.marks import slow_unless
@@ -120,3 +121,20 @@ def test_templates_of_these_models_take_lists(tmp_path: Path, family: str) -> No
 def test_generate_tells_what_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(save_checkpoint(tmp_path / "model", "llava")), "--chat", "What?"]) == 2
     assert "reads images (llava), which this command does not" in capsys.readouterr().err
+
+
+def test_texts_are_fine_tuned_and_exported_with_the_processor(tmp_path: Path) -> None:
+    checkpoint, out = save_checkpoint(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
+    records = [{"messages": chat("What? " * number, "This.")} for number in range(1, 9)]
+    source, options = write_jsonl(tmp_path / "chats.jsonl", records), ["--train.device", "cpu", "--log.tensorboard", "false"]
+    assert main(["finetune", str(checkpoint), str(source), "--out", str(out), "--prepare-only", *options]) == 0
+    printed, _ = launched.run("train", out / "finetune.yaml", "--train.steps=1", ranks=2)
+    assert "load with transformers: AutoModelForImageTextToText.from_pretrained" in printed
+    assert {file.name for file in (out / "export").iterdir()} == {file.name for file in checkpoint.iterdir()}
+    trained, before = built(out / "export").state_dict(), built(checkpoint).state_dict()
+    changed = {name for name, weight in trained.items() if not torch.equal(weight, before[name])}
+    assert changed and all("language_model" in name or "lm_head" in name for name in changed)
+    adapter = {"base_model_name_or_path": str(checkpoint), "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    assert "PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(" in how_to_load(tmp_path / "adapter")

@@ -15,7 +15,6 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.loader import Planner
 from longctx.parallel.mesh import Mesh
-from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import documents_of
 from longctx.training.passes import Look
 from longctx.training.validation import Documents
@@ -86,7 +85,7 @@ def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> 
     seen = torch.zeros(BUCKETS, dtype=torch.float64)
     for batch in documents.steps(planner, mesh):
         of_documents = bucket(torch.tensor(batch.plan.lengths))
-        for micro_batch, values in zip(batch.micro_batches, look(batch, log_probabilities), strict=True):
+        for micro_batch, values in zip(batch.micro_batches, look(batch), strict=True):
             losses = -values.cpu().double()
             positions = bucket(micro_batch.positions + 1)
             sums[0].index_add_(0, of_documents[documents_of(micro_batch)], losses)

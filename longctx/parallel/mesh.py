@@ -107,12 +107,6 @@ class Mesh:
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.control)
         return torch.stack(rows)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` over the ranks that count, float64, on the CPU of every rank."""
-        total = values.double().cpu().clone() if self.counts else torch.zeros(values.shape, dtype=torch.float64)
-        dist.all_reduce(total, group=self.control)
-        return total
-
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns the `value` (picklable) of every rank, on every rank."""
         return gather_objects(value, self.control)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -13,7 +13,7 @@ from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
 from longctx.errors import UserError
-from longctx.model.protocol import Attention, Projection
+from longctx.model.protocol import Attention
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
@@ -21,30 +21,12 @@ from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
 from longctx.training.objectives.balance import Balance
-from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, rows_with_labels
+from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
 from longctx.training.objectives.multi_token import MultiTokenLoss
-from longctx.training.objectives.objective import StepWeights
+from longctx.training.objectives.objective import StepWeights, token_mean
 from longctx.training.trace import micro_batch_name
 
-
-class LabelScore(Protocol):
-    """Maps hidden states [tokens, hidden] and the output weight to one number per label [tokens], 0 without a label.
-
-    `rows` are those with a label.
-    """
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        weight: Projection,
-        labels: torch.Tensor,
-        *,
-        softcap: float = 0.0,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
-
-Look = Callable[[StepBatch, LabelScore], list[torch.Tensor]]
+Look = Callable[[StepBatch], list[torch.Tensor]]
 """A pass without gradients, `Passes.look`."""
 
 
@@ -80,8 +62,8 @@ class Passes:
         return ", ".join(filter(None, [self.task, self.place()]))
 
     @torch.no_grad()
-    def look(self, batch: StepBatch, score: LabelScore) -> list[torch.Tensor]:
-        """Returns the `score` of every label, [T] for each of this rank's micro-batches, by a pass without gradients.
+    def look(self, batch: StepBatch) -> list[torch.Tensor]:
+        """Returns log p of every label, [T] for each of this rank's micro-batches, by a pass without gradients; 0 without one.
 
         Pipeline ranks without the head return zeros.
         """
@@ -90,7 +72,8 @@ class Passes:
             self.place = lambda: f"micro-batch {number}"
             labels, device = batch.micro_batches[number].labels, self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
-            head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)
+            softcap = self.model.spec.logit_softcap
+            head = partial(log_probabilities, labels=copy_to(labels, device), softcap=softcap, rows=rows)
             return replace(self.inputs(batch, StepWeights(1.0), number), head=head, later=None)
 
         if self.pipeline is not None:
@@ -103,8 +86,9 @@ class Passes:
         reshard(self.model)  # otherwise blocks that stay gathered until backward would stay so until the next backward
         self.clock.take()
 
-    def forward_backward(self, batch: StepBatch, weights: StepWeights) -> torch.Tensor:
+    def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Returns this rank's part of the loss in every micro-batch; gradients are summed over the domain."""
+        weights = token_mean(batch)
         if self.pipeline is None:
             return torch.stack([self.micro_batch(batch, number, weights) for number in range(len(batch.micro_batches))])
         self.begin("", self.pipeline.where)

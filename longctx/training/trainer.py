@@ -24,7 +24,6 @@ from longctx.training import agreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
-from longctx.training.objectives.objective import token_mean
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
 from longctx.training.optimizers.average import averaged
 from longctx.training.passes import Passes
@@ -173,7 +172,7 @@ class Trainer:
         passes.begin("before the first micro-batch")
         if self._agreed != number_of(batch.plan.hash):
             self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
-        losses = passes.forward_backward(batch, token_mean(batch))
+        losses = passes.forward_backward(batch)
         copy = passes.pipeline.tied_copy if passes.pipeline is not None else None
         passes.begin("gradient norm")
         with passes.clock.span(OPTIMIZER):

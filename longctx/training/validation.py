@@ -18,7 +18,6 @@ from longctx.data.store import Store
 from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, padding
-from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import token_mean
 from longctx.training.passes import Passes
 
@@ -138,7 +137,7 @@ class Validator:
         began = time.perf_counter()
         mesh, total, divisor, targets = self.passes.mesh, 0.0, 0.0, 0
         for batch in self.documents.steps(self.planner, mesh):
-            values, weights = self.passes.look(batch, log_probabilities), token_mean(batch)
+            values, weights = self.passes.look(batch), token_mean(batch)
             for number, value in enumerate(values if mesh.counts else ()):
                 of_tokens = None if weights.tokens is None else weights.tokens[number]
                 total -= float((value.double() if of_tokens is None else value.double() * of_tokens.to(value.device)).sum())

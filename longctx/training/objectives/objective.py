@@ -10,10 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, StepBatch
-from longctx.errors import UserError
-from longctx.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -58,25 +55,6 @@ def row_weights(batch: StepBatch, weights: torch.Tensor) -> list[torch.Tensor]:
     """Returns float32 [T] for each micro-batch: the `weights` [sequences] of all sequences that have a row, added up."""
     held = ((micro_batch, *sequences_of(batch, micro_batch)) for micro_batch in batch.micro_batches)
     return [weights.new_zeros(len(of.tokens)).index_add_(0, rows, weights[ids]).float() for of, rows, ids in held]
-
-
-def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """Sums values of targets over each sequence and all ranks. Returns float64 [sequences], the same on all ranks.
-
-    Collective over all ranks of the run, each with its `values` [T] for each micro-batch. Raises UserError if a document is a
-    tree, and the batch does not have the rows of its sequences.
-    """
-    if batch.plan.trees and not batch.rows:
-        raise UserError(
-            f"the step has {len(batch.plan.trees)} trees, but this objective needs the log-probability of every sequence: give "
-            "StepBatch the rows of what merge_prefixes returns, or use documents without merged prefixes"
-        )
-    sums = torch.zeros(batch.sequences, dtype=torch.float64)
-    for micro_batch, of_rows in zip(batch.micro_batches, values, strict=True):
-        counted = of_rows.cpu().double().where(micro_batch.labels != IGNORED_LABEL, 0)
-        rows, sequences = sequences_of(batch, micro_batch)
-        sums.index_add_(0, sequences, counted[rows])
-    return mesh.sum(sums)
 
 
 def sequences_of(batch: StepBatch, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
