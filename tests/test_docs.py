@@ -221,9 +221,8 @@ def test_numbers_of_exact_models_are_those_of_their_pages() -> None:
 
 
 def test_every_job_that_runs_has_a_test() -> None:
-    rows = [line for line in (ROOT / "docs" / "what-runs-where.md").read_text("utf-8").splitlines() if line.startswith("| ")][
-        1:
-    ]
+    page = (ROOT / "docs" / "what-runs-where.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
     cells = [cell.strip() for row in rows for cell in row.split("|")[2:-1]]
     tests = [re.findall(r"`(test_\w+\.py)`", cell) for cell in cells]
     assert len(rows) > 12 and all(bool(named) != (cell == "–") for cell, named in zip(cells, tests, strict=True))
