@@ -137,7 +137,6 @@ def test_what_has_no_loss_is_counted_and_texts_come_first(tmp_path: Path) -> Non
 # --- conversations
 
 
-CALL = {"name": "add", "arguments": '{"a": 2}'}
 SHARED = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}]
 Q, GOOD, BAD = (
     {"role": "user", "content": "Q"},

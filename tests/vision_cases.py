@@ -65,8 +65,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 IMAGE = 90
 """Token of all images."""
 
-FIXED = ((1, 4, 4), 16)
-"""Grid of patches and number of tokens of every image of towers with one size."""
 LENGTHS = (83, 7, 24, 90, 41, 2)
 PLACES: Places = {
     0: (ImagePlace(3, 16, (1, 4, 4)), ImagePlace(35, 16, (1, 4, 4)), ImagePlace(60, 16, (1, 4, 4))),
