@@ -260,7 +260,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
 def _parameters_with_moments(folder: Path) -> set[str]:
     """Returns the names of the parameters that a checkpoint has moments of, as `state.NAME`: those that ever had a gradient.
 
-    The others, as of an encoder of images while no document has any, keep moments of zero, which are those of the first step.
+    The others, as of an encoder of images, which reads no text, keep moments of zero, which are those of the first step.
     """
     names = SavedWeights(folder).names
     return {name.removeprefix("optimizer.").rpartition(".")[0] for name in names if name.startswith("optimizer.")}
