@@ -58,7 +58,6 @@ class Loader(Iterator[StepBatch]):
         held_out_share: share of the documents held out from all steps; see `held_out`.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         masking: masks of an encoder's tokens (None: labels are next tokens).
-        ahead: number of later tokens to read for every token, for multi-token prediction.
         merging: merges the documents of a step that begin alike; None: they stay apart.
         complete: adds to a batch what an objective needs besides; None: nothing.
 
@@ -79,7 +78,6 @@ class Loader(Iterator[StepBatch]):
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
         masking: Masking | None = None,
-        ahead: int = 0,
         merging: Merging | None = None,
         complete: Callable[[StepBatch, Sequence[Piece]], StepBatch] | None = None,
     ) -> None:
@@ -108,7 +106,6 @@ class Loader(Iterator[StepBatch]):
         self.planner, self.merging, self._complete = planner, merging, complete
         self._pad_to_multiple_of = pad_to_multiple_of
         self._masking = masking
-        self._later = ahead
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
@@ -222,7 +219,7 @@ class Loader(Iterator[StepBatch]):
         plan, merged = plan_step(self._store, pieces, self.planner, self.merging)
         if plan.ranks != self._ranks:
             raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
-        options = (self._pad_to_multiple_of, self._masking, self._later)
+        options = (self._pad_to_multiple_of, self._masking)
         batch = read_step(self._store, pieces, plan, self._rank, step, *options, merged)
         return (batch if self._complete is None else self._complete(batch, pieces)), next_cursor
 
@@ -272,7 +269,6 @@ def read_step(
     step: int = 1,
     pad_to_multiple_of: int = 1,
     masking: Masking | None = None,
-    ahead: int = 0,
     merged: Merged | None = None,
 ) -> StepBatch:
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
@@ -283,7 +279,7 @@ def read_step(
     )
     names = [_name(store, piece) for piece in pieces]
     if merged is None:
-        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "masking": masking, "ahead": ahead}
+        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "masking": masking}
         options["weighted"] = store.weighted
         numbers = range(len(plan.micro_batches))
         if plan.sources:

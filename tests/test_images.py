@@ -196,7 +196,7 @@ def test_a_run_has_the_losses_of_single_documents(
             assert found == pytest.approx(expected, rel=1e-5)
 
 
-OPTIMIZERS = ["optimizer.name=muon", "optimizer.name=adamw-8bit", "optimizer.ema_decay=0.9", "lora.rank=4"]
+OPTIMIZERS = ["optimizer.name=muon", "optimizer.name=adamw-8bit", "lora.rank=4"]
 
 
 @pytest.mark.parametrize("setting", ["optimizer.name=adamw", *slow_unless(lambda _: False, OPTIMIZERS)])

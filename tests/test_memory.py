@@ -102,16 +102,6 @@ MEASURED = {
         1,
         ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.output_norms=true", "model.qkv_bias=true"],
     ),
-    "multi-token prediction": (1, ["model.num_nextn_predict_layers=2", "batch.tokens_per_rank=2048"]),
-    "bfloat16, multi-token prediction, recompute selective": (
-        2,
-        [
-            "model.num_nextn_predict_layers=1",
-            "batch.tokens_per_rank=1024",
-            "train.recompute=selective",
-            "train.dtype=bfloat16",
-        ],
-    ),
     "GPT": (1, [*GPT, "batch.tokens_per_rank=2048"]),
     "bfloat16, GPT, recompute norms": (
         2,
@@ -133,7 +123,6 @@ QUICK = (
     "heads swapped for tokens, recompute selective",
     "copies of the weights",
     "norms of heads and of outputs, biases",
-    "multi-token prediction",
     "bfloat16, GPT, recompute norms",
     "pipeline",
 )
@@ -240,20 +229,17 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
         ("adapted_experts", "last MLP", "working", 2),
         ("adapted_experts", "last MLP", "activations", 2 * len(SPEC.layers)),
         ("linear_working", "last attention", "working", LOAD.tokens),
-        ("other_parameters", "optimizer", "working", 3 * 4 * len(SPEC.layers)),  # Adafactor's sums
         ("tower_values", "end of backward", "activations", 2 * LOAD.tokens),
     ],
 )
 @pytest.mark.parametrize("attends", [True, False])
 def test_what_only_some_models_need_is_counted(field: str, moment: str, part: str, bytes_each: int, attends: bool) -> None:
-    config = CONFIG.changed({"optimizer.name": "adafactor"})
-
     def counted(number: int) -> int:
         given = {"attends": attends, "tower_parameters": 1, field: number}
         of_layers = {name: value for name, value in given.items() if hasattr(SPEC.largest_layer, name)}
         layers = tuple(replace(layer, **of_layers) for layer in SPEC.layers)
         spec = replace(SPEC, layers=layers, **{name: given[name] for name in given.keys() - of_layers.keys()})
-        (found,) = (memory.parts[part] for memory in _moments(spec, config, 8, [LOAD], True) if moment in memory.moment)
+        (found,) = (memory.parts[part] for memory in _moments(spec, CONFIG, 8, [LOAD], True) if moment in memory.moment)
         return found
 
     assert counted(2 * 10**9) - counted(10**9) == bytes_each * 10**9

@@ -111,8 +111,8 @@ def test_zero_bubble_adds_up_gradients_in_float32(workers: Workers, store: Path,
 def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
     mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=SimpleNamespace(logit_softcap=0.0))
-    balance, multi_token = SimpleNamespace(documents=lambda *_: None), SimpleNamespace(later=lambda *_: None)
-    passes = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance, multi_token=multi_token)
+    balance = SimpleNamespace(documents=lambda *_: None)
+    passes = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance)
     batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))
     given = Passes.inputs(passes, batch, StepWeights(1.0), 0)
     assert len(given.tokens) == len(given.positions) == 0

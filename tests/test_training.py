@@ -330,7 +330,6 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(
     [
         [],
         ["parallel.pipeline_parallel_size=2"],
-        ["model.num_nextn_predict_layers=1", "model.num_hidden_layers=2"],
         ["model.preset=tiny-moe", "model.moe_intermediate_size=32", "model.shared_expert_intermediate_size=32"],
     ],
 )

@@ -85,8 +85,7 @@ class ProfiledRun:
             rows = -(-count // multiple) * multiple
             ids, labels = torch.randint(self.spec.vocab_size, (2, rows), generator=generator)
             positions = torch.arange(rows) % (self.positions or max(1, rows))
-            later = ids.unsqueeze(1).expand(-1, self.spec.predictions), labels.unsqueeze(1).expand(-1, self.spec.predictions)
-            micro_batches.append(MicroBatch(number, layout, ids, labels, positions, *later))
+            micro_batches.append(MicroBatch(number, layout, ids, labels, positions))
         plan = self.no_plan if plan is None else plan
         total = self.mesh.ranks * sum(tokens)
         return StepBatch(1, plan, tuple("random" for _ in plan.lengths), total, max(1, total), tuple(micro_batches))

@@ -131,7 +131,6 @@ FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
     "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
-    "multi-token prediction": ("model.num_nextn_predict_layers", lambda config, spec: spec.predictions),
     "the encoder": ("model.from_pretrained", lambda config, spec: spec.encoder_layers > 0),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.state_size for layer in spec.layers)),
 }
@@ -147,7 +146,6 @@ NO_POLICY = Where("policy.loss is null", ("policy.loss=grpo",))
 ROLLOUTS = Where("data.rollouts is not null")
 NO_DPO = Where("dpo.beta is null", ("dpo.beta=0.1",))
 MASKED = Where("masked.share is not null", ("masked.share=null",))
-PREDICTIONS = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
 CAUSAL = Where("masked.share is null", ("masked.share=0.3",))
 TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_size=1",))
 PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
@@ -198,10 +196,6 @@ def _objectives() -> Iterator[Row]:
     yield Row("model.implementation is native", MASKED, "the native decoder is causal")
     for setting in SPLIT:
         yield Row(setting, MASKED, "encoders are run by transformers' own code, which cannot split a model over ranks")
-    no_predictions = Where("multi-token prediction is 0", ("model.num_nextn_predict_layers=1",))
-    yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
-    yield Row("dpo.beta is not null", PREDICTIONS, "the loss of DPO is not one of single tokens")
-    yield Row("parallel.pipeline_parallel_size > 1", PREDICTIONS, "the last stage would need the embedding of the first")
 
 
 def _encoder_decoders() -> Iterator[Row]:
@@ -227,7 +221,6 @@ def _policy() -> Iterator[Row]:
     yield Row("policy.loss is cispo", no_bound, "it bounds ratios by clip_high itself")
     yield Row("dpo.beta is not null", POLICY, "a run has one loss")
     yield Row("policy.loss is not null", MASKED, "a policy loss needs a causal model")
-    yield Row("policy.loss is not null", PREDICTIONS, "only next tokens have advantages")
 
 
 def _data() -> Iterator[Row]:
@@ -262,7 +255,6 @@ def _data() -> Iterator[Row]:
 def _merging() -> Iterator[Row]:
     merged = "data.merge_prefixes is true"
     yield Row(merged, MASKED, "tokens are masked in each document, and seen by those before them")
-    yield Row(merged, PREDICTIONS, "a token in common has several later tokens")
     by_default = "balance.bias_rate is null and the bias of the router is true and model.from_pretrained is null"
     for condition, name in [*((f"{name} > 0", name) for name in BALANCE), (by_default, "balance.bias_rate")]:
         yield Row(merged, Where(condition, (f"{name}=0.0",)), "it goes by the tokens of every document")
@@ -309,9 +301,6 @@ def _experts() -> Iterator[Row]:
 def _optimizers() -> Iterator[Row]:
     not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
     yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
-    adafactor = Where("optimizer.name is adafactor", ("optimizer.name=adamw",))
-    yield Row("optimizer.betas is not [0.9, 0.95]", adafactor, "it has no effect")
-    yield Row("optimizer.eps is not 1.0e-08", adafactor, "it has no effect")
     not_wsd = Where("optimizer.schedule is not wsd", ("optimizer.schedule=wsd",))
     for setting in ("optimizer.decay_share is not 0.2", "optimizer.decay_shape is not linear"):
         yield Row(setting, not_wsd, "it has no effect")

@@ -362,9 +362,6 @@ class TrainSection(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what a loss or gradient that is not finite does: stop the run, or skip the update, naming the documents; a fourth such
     step in a row stops the run"""
-    mtp_loss: float = Field(0.1, gt=0)
-    """factor of the loss of multi-token prediction, the mean over model.num_nextn_predict_layers blocks; 0.3, then 0.1 in
-    DeepSeek-V3"""
     fit_memory: bool | None = None
     """use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv says otherwise,
     and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange rounds, resharding and
@@ -393,12 +390,10 @@ class ParameterGroup(Section):
 class OptimizerSection(Section):
     """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
 
-    name: Literal["adamw", "muon", "adamw-8bit", "adafactor"] = "adamw"
+    name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
     """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
     and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by torchao (extra
-    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256; adafactor: of a
-    matrix it keeps means by row and column only, as torch.optim.Adafactor; a step is learning_rate (from the schedule, at most
-    1 / √step) times the RMS of the parameter, so that rates are larger than AdamW's: torch's default is 0.01"""
+    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate; with lora.rank 2e-4 by default; where DPO or a policy loss trains a checkpoint 1e-6, with lora.rank
     5e-5"""
@@ -429,9 +424,6 @@ class OptimizerSection(Section):
     """added to the square root of AdamW's second moment"""
     momentum: Beta = 0.95
     """decay rate of Muon's momentum"""
-    ema_decay: float | None = Field(None, gt=0, lt=1)
-    """keep an exponential moving average of the trained weights, with this decay per step; it is what is validated and exported
-    (null: no average)"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 

@@ -20,7 +20,7 @@ from longctx.model.families import expressed
 from longctx.model.family import Family
 from longctx.model.mlp import MLP
 from longctx.model.presets import ModelShape
-from longctx.model.protocol import Attention, AttentionByLayer, Head, Later, StagedModel, generator_of
+from longctx.model.protocol import Attention, AttentionByLayer, Head, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate
 
 
@@ -105,31 +105,6 @@ class Block(nn.Module):
         return out
 
 
-class PredictionBlock(Block):
-    """A block for multi-token prediction (DeepSeek-V3, §2.2): hidden states and the embeddings of later tokens → hidden states
-    from which the token after that one is predicted, before and after their norm.
-    """
-
-    def __init__(self, shape: ModelShape, layer: int) -> None:
-        super().__init__(shape, layer)
-        self.enorm, self.hnorm = _norm(shape, shape.hidden_size), _norm(shape, shape.hidden_size)
-        self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.norm = _norm(shape, shape.hidden_size)
-
-    def forward(  # type: ignore[override]  # joins two inputs, and returns two outputs
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: Attention,
-        documents: RowDocuments | None,
-        later: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        joined = self.eh_proj(torch.cat([self.enorm(later), self.hnorm(x)], dim=-1))
-        out = super().forward(joined, cos, sin, attention, documents)
-        return out, self.norm(out)
-
-
 class Embedding(nn.Embedding):
     """torch's embedding, with `rows_of`."""
 
@@ -152,7 +127,7 @@ class Decoder(StagedModel):
     """Embedding, blocks, final norm, head. Parameters are named as in Hugging Face's Llama.
 
     With `layers` it has only these blocks, under their names in the whole model: the first block comes with the embedding, the
-    last with final norm and head. A tied embedding comes with either. Blocks for multi-token prediction follow the last one.
+    last with final norm and head. A tied embedding comes with either.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {
@@ -177,10 +152,6 @@ class Decoder(StagedModel):
         "moe.shared_expert.up_proj": "split columns",
         "moe.shared_expert.down_proj": "rows",
         "mlp_output_norm": "residual",
-        "enorm": "residual",
-        "hnorm": "residual",
-        "eh_proj": "residual",
-        "norm": "tokens",
     }
 
     def __init__(self, shape: ModelShape, layers: Collection[int] | None = None) -> None:
@@ -201,7 +172,7 @@ class Decoder(StagedModel):
         )
         local = shape.rope_local_theta
         self.local_rope = self.rope if local is None else Rope(shape.rotary_dim, local)
-        held = range(len(self.spec.layers)) if layers is None else layers
+        held = range(shape.num_hidden_layers) if layers is None else layers
         has_head = shape.num_hidden_layers - 1 in held
         if 0 in held or (has_head and shape.tie_word_embeddings):
             self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
@@ -209,8 +180,7 @@ class Decoder(StagedModel):
             self.embed_positions = Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.layers = nn.ModuleList()
         for layer in held:
-            predicts = layer >= shape.num_hidden_layers
-            self.layers.add_module(str(layer), (PredictionBlock if predicts else Block)(shape, layer))
+            self.layers.add_module(str(layer), Block(shape, layer))
         if has_head:
             self.norm = _norm(shape, shape.hidden_size)
             self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
@@ -248,11 +218,6 @@ class Decoder(StagedModel):
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.family.tensors(weights, self.shape.num_experts)
 
-    def groups(self) -> list[list[str]]:
-        """As `Model.groups`, without blocks for multi-token prediction, which transformers' code does not have."""
-        ahead = tuple(f"layers.{layer}." for layer in range(self.shape.num_hidden_layers, len(self.spec.layers)))
-        return [group for group in super().groups() if not group[0].startswith(ahead)]
-
     def routers(self) -> list[RouterWatch]:
         return [module.watch for module in self.layers.modules() if isinstance(module, Router)]
 
@@ -273,26 +238,9 @@ class Decoder(StagedModel):
         attention: Attention | AttentionByLayer,
         head: Head | None = None,
         documents: RowDocuments | None = None,
-        later: Later | None = None,
     ) -> torch.Tensor:
-        """As `Model.forward`; without a `head`, returns logits [tokens, vocab].
-
-        With `later`, gradients are those of the sum of all heads, and what is returned is the value of `head` alone.
-        """
-        head = self._logits if head is None else head
-        if later is None:
-            return super().forward(tokens, positions, attention, head, documents)
-        x, *ahead = self.embed(torch.cat([tokens.unsqueeze(1), later.tokens], dim=1), positions).unbind(1)
-        blocks = list(self.layers.children())
-        through = self._passes(positions, attention, documents)
-        for block in blocks[: -len(ahead)]:
-            x = through(block, x)
-        out: torch.Tensor = head(self.norm(x), self.lm_head.weight)
-        for block, embedded, later_head in zip(blocks[-len(ahead) :], ahead, later.heads, strict=True):
-            x, normed = through(block, x, embedded)
-            loss = later_head(normed, self.lm_head.weight)
-            out = out + (loss - loss.detach())
-        return out
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab]."""
+        return super().forward(tokens, positions, attention, self._logits if head is None else head, documents)
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         logits, cap = F.linear(hidden, weight), self.spec.logit_softcap
@@ -307,23 +255,11 @@ class Decoder(StagedModel):
         head: Head | None,
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
-        through = self._passes(positions, attention, documents)
-        for block in blocks:
-            if not isinstance(block, PredictionBlock):
-                x = through(block, x)
-        return x if head is None else head(self.norm(x), self.lm_head.weight)
-
-    def _passes(
-        self, positions: torch.Tensor, attention: Attention | AttentionByLayer, documents: RowDocuments | None
-    ) -> Callable[..., Any]:
-        """Returns a function that calls a block with hidden states, and the embeddings of later tokens if it takes them."""
         whole = self.rope.tables(positions)
         local = whole if self.local_rope == self.rope else self.local_rope.tables(positions)
-
-        def through(block: nn.Module, x: torch.Tensor, *later: torch.Tensor) -> Any:
+        for block in blocks:
             assert isinstance(block, Block)
             cos, sin = whole if self.spec.layers[block.layer].window is None else local
             each = attention.of_layer(block.layer) if isinstance(attention, AttentionByLayer) else attention
-            return block(x, cos, sin, each, *[documents] * (block.is_sparse or bool(later)), *later)
-
-        return through
+            x = block(x, cos, sin, each, *[documents] * block.is_sparse)
+        return x if head is None else head(self.norm(x), self.lm_head.weight)

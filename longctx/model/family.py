@@ -322,7 +322,6 @@ def canonical(shape: ModelShape) -> ModelShape:
     unused |= {"rope_factor"} if scaling == "none" else set()
     unused |= ROPE_OPTIONS if shape.learned_positions else {"max_position_embeddings"}
     unused |= {"qkv_bias"} if shape.linear_bias else set()
-    unused.add("num_nextn_predict_layers")  # not part of transformers' models
     if not shape.num_experts:
         unused |= EXPERT_OPTIONS
     elif shape.moe_intermediate_size == shape.intermediate_size:

@@ -90,13 +90,6 @@ class ModelShape(BaseModel):
     router_bias: bool = Field(
         False, description="a bias per expert to choose experts, moved by balance.bias_rate instead of gradients (DeepSeek-V3)"
     )
-    num_nextn_predict_layers: int = Field(
-        0,
-        ge=0,
-        le=MOST_LAYERS,
-        description="blocks for multi-token prediction, each for a token one further ahead, as in DeepSeek-V3; train.mtp_loss "
-        "weighs their loss, and exports leave them out",
-    )
     position_embeddings: Literal["rope", "learned"] = Field(
         "rope", description="rotary, or learned ones that are added to the embedding, as in GPT-2"
     )
@@ -156,11 +149,6 @@ class ModelShape(BaseModel):
             )
         if not self.learned_positions:
             return
-        if self.num_nextn_predict_layers:
-            raise ValueError(
-                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}, but position_embeddings is learned, and the "
-                "embedding of a later token has no position: set position_embeddings to rope, or num_nextn_predict_layers to 0"
-            )
         if self.max_position_embeddings is None:
             raise ValueError("position_embeddings is learned, so max_position_embeddings must be set: to the longest document")
         if self.rope_scaling != "none":
@@ -239,8 +227,7 @@ def _spec(shape: ModelShape) -> ModelSpec:
         mlp_matrices=matrices,
     )
     sparse, every = _with_experts(dense, shape), shape.full_attention_every
-    blocks = shape.num_hidden_layers + shape.num_nextn_predict_layers
-    kinds = (sparse if shape.has_experts(layer) else dense for layer in range(blocks))
+    kinds = (sparse if shape.has_experts(layer) else dense for layer in range(shape.num_hidden_layers))
     return ModelSpec(
         layers=tuple(
             replace(kind, window=shape.sliding_window if every is None or (layer + 1) % every else None)
@@ -253,7 +240,6 @@ def _spec(shape: ModelShape) -> ModelSpec:
         attention_softcap=shape.attention_softcap,
         logit_softcap=shape.logit_softcap,
         layer_norm=shape.norm == "layer",
-        predictions=shape.num_nextn_predict_layers,
         position_parameters=(shape.max_position_embeddings or 0) * shape.hidden_size if shape.learned_positions else 0,
     )
 

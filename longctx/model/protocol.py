@@ -6,7 +6,6 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -40,19 +39,6 @@ Projection = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 """Output weight [vocab, hidden]; or, if logits are not just a product, a function of hidden states → logits [tokens, vocab]."""
 Head = Callable[[torch.Tensor, Any], torch.Tensor]
 """Function of hidden states [tokens, hidden] and a `Projection` that returns logits, a loss, or anything else."""
-
-
-@dataclass(frozen=True)
-class Later:
-    """Later tokens of a micro-batch, for multi-token prediction.
-
-    Attributes:
-        tokens: int64 [tokens, predictions], the tokens 1, 2, … further ahead in the document.
-        heads: for each of them, a head that returns the loss of predicting the token after it.
-    """
-
-    tokens: torch.Tensor
-    heads: Sequence[Head]
 
 
 MakeAttention = Callable[[float | None, float, int | None], RingAttention | HybridAttention]

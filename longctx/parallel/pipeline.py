@@ -33,7 +33,7 @@ from torch.profiler import record_function
 from longctx.attention import PackedAttention
 from longctx.errors import UserError
 from longctx.model.balance import RowDocuments
-from longctx.model.protocol import Head, Later, StagedModel
+from longctx.model.protocol import Head, StagedModel
 from longctx.model.vision import Images
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
@@ -60,7 +60,6 @@ class Inputs:
         attention: attention of the micro-batch.
         head: computes the loss from final hidden states and output weight.
         documents: documents of the rows, for a mixture of experts.
-        later: later tokens, for multi-token prediction.
         images: images of the micro-batch, if any rank has some; see `longctx.model.vision`.
     """
 
@@ -70,13 +69,12 @@ class Inputs:
     attention: PackedAttention
     head: Head
     documents: RowDocuments | None = None
-    later: Later | None = None
     images: Images | None = None
 
     @property
     def optional(self) -> dict[str, Any]:
         """Keyword arguments of the model that only some models know."""
-        return {name: value for name in ("later", "images") if (value := getattr(self, name)) is not None}
+        return {} if self.images is None else {"images": self.images}
 
 
 class Stage(nn.Module):

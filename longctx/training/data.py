@@ -194,7 +194,6 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         held_out_share=config.data.held_out,
         pad_to_multiple_of=padding(config),
         masking=make_masking(config, store, config.train.seed),
-        ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
         merging=make_merging(config, mesh.world_size),
         complete=store.completed if isinstance(store, RolloutStore) else None,
     )

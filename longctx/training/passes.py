@@ -24,7 +24,6 @@ from longctx.training.clock import StepClock
 from longctx.training.images import blocks_of, images_of
 from longctx.training.objectives.balance import Balance
 from longctx.training.objectives.loss import RowWeights, cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
-from longctx.training.objectives.multi_token import MultiTokenLoss
 from longctx.training.objectives.objective import Objective, StepWeights, document_sums
 from longctx.training.trace import micro_batch_name
 
@@ -58,7 +57,6 @@ class Passes:
         pipeline: what runs the model in a pipeline; None without one.
         clock: times attention and exchange.
         balance: balance of the experts.
-        multi_token: loss of multi-token prediction.
         task: what this rank does now, for those who wait for it.
         place: where it is in this task.
     """
@@ -69,7 +67,6 @@ class Passes:
         self.model, self.pipeline = build_model(source, config, mesh)
         self.clock = StepClock(mesh.device)
         self.balance = Balance.of(self.model, config, mesh)
-        self.multi_token = MultiTokenLoss(self.model.spec.predictions, config.train.mtp_loss)
         self.task = "starting"
         self.place: Callable[[], str] = str
 
@@ -100,7 +97,7 @@ class Passes:
             labels, device = batch.micro_batches[number].labels, self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
             head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)
-            return replace(self.inputs(batch, StepWeights(1.0), number), head=head, later=None)
+            return replace(self.inputs(batch, StepWeights(1.0), number), head=head)
 
         if self.pipeline is not None:
             return self.pipeline.forward(len(batch.micro_batches), inputs)
@@ -174,8 +171,7 @@ class Passes:
         )
         tokens, (images, positions) = copy_to(micro_batch.tokens, device), images_of(micro_batch, self.model, self.mesh)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
-        later = self.multi_token.later(micro_batch, head, weights.divisor, device)
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later, images)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, images)
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         if (source := micro_batch.source) is not None:

@@ -32,7 +32,6 @@ from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_
 from longctx.training.objectives.loss import log_probabilities
 from longctx.training.objectives.objective import Objective, TokenMean
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
-from longctx.training.optimizers.average import averaged
 from longctx.training.passes import Passes
 from longctx.training.policy import Policy, held_tokens
 from longctx.training.run_profile import run_profile
@@ -137,8 +136,7 @@ class Trainer:
                 improved, last, every = False, self.steps_done == self.config.train.steps, self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
-                    with averaged(self.optimizer):
-                        validation = self.validator.validate()
+                    validation = self.validator.validate()
                     metrics = replace(metrics, **asdict(validation))
                     improved = self._improves(validation.validation_loss)
                 if self.log is not None:
@@ -322,7 +320,6 @@ class Trainer:
             "stop": float(self.stop.received),
             "written": float(self.saver.written),
             **passes.balance.end_step(),
-            "mtp_loss": passes.multi_token.end_step() * counts,
             **measured,
         }
         ranks = dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))

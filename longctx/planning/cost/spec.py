@@ -153,8 +153,6 @@ class ModelSpec:
         attention_softcap, logit_softcap: tanh bounds of attention scores and of logits; 0: no bound.
         layer_norm: whether norms are LayerNorms with biases, instead of RMSNorms.
         position_parameters: parameters of learned positions; 0 without.
-        predictions: number of blocks for multi-token prediction, the last of `layers`; each joins two hidden states by a matrix
-            and computes logits again.
         frozen_embedding, frozen_head: whether the embedding and the output projection are not trained.
         frozen_outside: number of parameters outside of the blocks that are not trained, these included.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
@@ -175,7 +173,6 @@ class ModelSpec:
     logit_softcap: float = 0.0
     layer_norm: bool = False
     position_parameters: int = 0
-    predictions: int = 0
     frozen_embedding: bool = False
     frozen_head: bool = False
     frozen_outside: int = 0
@@ -209,17 +206,12 @@ class ModelSpec:
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
         outside = embeddings + self.position_parameters + self.norm_parameters
         outside += self.tower_parameters + self.tower_adapters
-        return sum(layer.parameters for layer in self.layers) + outside + self.prediction_parameters
-
-    @property
-    def prediction_parameters(self) -> int:
-        """Number of parameters of multi-token prediction outside of attention and MLP: a matrix and three norms per block."""
-        return self.predictions * (2 * self.hidden_size**2 + 3 * self.norm_parameters)
+        return sum(layer.parameters for layer in self.layers) + outside
 
     @property
     def head_parameters(self) -> int:
-        """Number of parameters that multiply every token after the blocks, once per logits of a token. Needs `vocab_size`."""
-        return (1 + self.predictions) * self.vocabulary_parameters + self.predictions * 2 * self.hidden_size**2
+        """Number of parameters that multiply every token after the blocks. Needs `vocab_size`."""
+        return self.vocabulary_parameters
 
     @property
     def adapted(self) -> bool:
