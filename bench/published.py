@@ -112,7 +112,7 @@ def megatron_models() -> Iterator[Row]:
         ("gpt-530b", 105, 20480, 8, 35, 3, 2520, 2520, 163),
         ("gpt-1t", 128, 25600, 8, 64, 2, 3072, 3072, 163),
     ):
-        pipelined = {"parallel__pipeline_schedule": "interleaved", "parallel__pipeline_chunks": chunks} if pipeline > 1 else {}
+        pipelined = {"parallel__pipeline_chunks": chunks} if pipeline > 1 else {}
         config = configured(
             preset,
             gpus,

@@ -54,7 +54,6 @@ NEEDS = {
     "data.rollouts is not null": "policy.loss=grpo",
     "data.rollouts is": "model.from_pretrained=llama",
     "rollouts are not validated": "eval.store=store",
-    "is zero-bubble": "parallel.reshard_after=step",
 }
 """What rows with these words need besides their conditions; later ones win."""
 COMPANIONS = {

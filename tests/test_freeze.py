@@ -42,11 +42,6 @@ CASES: dict[str, tuple[str, int, list[str], list[str]]] = {
     "pipeline, first stage": ("llama", 2, [PIPELINE, WHOLE], FIRST),
     "pipeline, last stage": ("llama", 2, [PIPELINE, WHOLE], LAST),
     "pipeline, tied": ("tied", 2, [PIPELINE, WHOLE], ENDS),
-    "pipeline, zero bubble": (
-        *("llama", 2),
-        [PIPELINE, WHOLE, "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"],
-        FIRST,
-    ),
     "experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["experts", "embed_tokens", r"layers\.0\."]),
     "all but experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["attn", "norm", "gate.weight", "embed", "lm_head"]),
 }

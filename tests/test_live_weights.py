@@ -24,7 +24,7 @@ from tests.workers import Workers
 
 LORA = ["lora.rank=4", "lora.alpha=12"]
 TENSOR, PIPELINE = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
-CHUNKS = ["model.num_hidden_layers=4", "parallel.pipeline_chunks=2", "parallel.pipeline_schedule=interleaved"]
+CHUNKS = ["model.num_hidden_layers=4", "parallel.pipeline_chunks=2"]
 CASES: dict[str, tuple[int, list[str], str | None]] = {
     "new, alone": (1, [], None),
     "new, three ranks": (3, ["model.tie_word_embeddings=false"], None),

@@ -35,8 +35,6 @@ from longctx.training.run import Run
 from longctx.training.saved import checkpoint
 from longctx.training.trainer import Trainer
 
-zero_bubble = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot run the zero-bubble schedule")
-
 CPU = torch.device("cpu")
 MODULES = "abc.py ast.py base64.py bisect.py calendar.py cmd.py copy.py csv.py enum.py fnmatch.py glob.py heapq.py this.py"
 """Part of the embedded corpus, 80 to 60,000 bytes a file."""

@@ -11,7 +11,6 @@ from longctx.model.options import Lora
 from longctx.model.presets import PRESETS, RENAMED, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
-from longctx.planning.pipeline import Schedule
 from longctx.planning.plan import Mode
 
 LARGEST = MOST_TOKENS
@@ -293,12 +292,8 @@ class ParallelSection(Section):
     """tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads"""
     pipeline_parallel_size: Ranks = 1
     """pipeline parallel size: ranks that the layers are split over"""
-    pipeline_schedule: Schedule = "1f1b"
-    """pipeline schedule; gpipe: all forward passes, then all backward; 1f1b: forward and backward alternate, with the fewest
-    activations in memory; interleaved: 1f1b with several stages per rank, for a smaller bubble; zero-bubble: weight gradients
-    are computed while a rank would wait"""
     pipeline_chunks: Ranks = 1
-    """pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble"""
+    """pipeline stages per rank; with several, whose forward and backward passes are interleaved, the bubble is smaller"""
     expert_parallel_size: Ranks = 1
     """expert parallel size: consecutive ranks of the domain that the experts of a mixture are split over, in addition to tensor
     parallel ranks; tokens travel to their experts"""
@@ -347,7 +342,7 @@ class TrainSection(Section):
     capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)"""
     compile: bool | None = None
     """compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not with tensor
-    parallelism, schedule zero-bubble or lora.dora, which cannot be compiled, nor with mlp_tile_tokens)"""
+    parallelism or lora.dora, which cannot be compiled, nor with mlp_tile_tokens)"""
     recompute: Recompute = "none"
     """activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, RoPE and
     activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but attention; full:

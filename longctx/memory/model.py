@@ -221,9 +221,8 @@ class RankMemory:
             return 0
         runs = pipeline.runs(self.load.micro_batches)
         later = pipeline.ranks - 1 - self.pipeline_rank
-        warm_up = {"gpipe": float(runs), "1f1b": later + 1.0}.get(
-            pipeline.schedule, (2 * later + (pipeline.chunks - 1) * pipeline.ranks) / pipeline.chunks + 1
-        )
+        chunked = (2 * later + (pipeline.chunks - 1) * pipeline.ranks) / pipeline.chunks
+        warm_up = 1 + (later if pipeline.chunks == 1 else chunked)
         in_flight = min(float(runs), warm_up)
         # Hidden states stay until backward; gradients are consumed on arrival.
         messages = in_flight * (pipeline.chunks - int(self.first)) + pipeline.chunks - int(self.last)

@@ -20,18 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.profiler import record_function
 
 from longctx.attention import PackedAttention
-from longctx.errors import UserError
 from longctx.model.balance import RowDocuments
 from longctx.model.protocol import Head, StagedModel
 from longctx.model.vision import Images
@@ -39,14 +33,8 @@ from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
 from longctx.parallel.timing import Clock
 from longctx.parallel.torch_stage import LeanStage
-from longctx.planning.pipeline import IN_CHUNKS, Pipeline
+from longctx.planning.pipeline import Pipeline
 
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
 SCHEDULE, COMPUTE = "schedule", "compute"
 
 
@@ -120,7 +108,7 @@ class PipelineRun:
     Args:
         model: this rank's part of the model, sharded stage by stage.
         stages: this rank's stages, in ascending order.
-        pipeline: number of ranks and chunks, and the schedule.
+        pipeline: number of ranks and chunks.
         mesh: groups of the run.
         wire_rows: rows of hidden states in every message between stages: the maximum tokens of a micro-batch per rank.
         dtype: dtype of these messages, the compute dtype.
@@ -136,11 +124,6 @@ class PipelineRun:
         dtype: torch.dtype,
     ) -> None:
         assert mesh.pipeline is not None
-        if pipeline.schedule == "zero-bubble" and torch.__version__ < "2.13":
-            raise UserError(
-                f"parallel.pipeline_schedule is zero-bubble, and torch {torch.__version__} cannot compute the weight gradients "
-                "of custom operators separately: install torch 2.13, or use schedule 1f1b"
-            )
         self.model, self.stages, self.pipeline, self.mesh = model, stages, pipeline, mesh
         self.group = mesh.pipeline
         self.dtype = dtype
@@ -265,9 +248,10 @@ class PipelineRun:
                 )
                 for stage in self.stages
             ]
-            kind = _SCHEDULES[self.pipeline.schedule]
-            what = stages if self.pipeline.schedule in IN_CHUNKS else stages[0]
-            self._schedule = runs, kind(what, runs, loss_fn=_own_loss, scale_grads=False)
+            options: dict[str, Any] = {"loss_fn": _own_loss, "scale_grads": False}
+            chunked = self.pipeline.chunks > 1
+            made = ScheduleInterleaved1F1B([*stages], runs, **options) if chunked else Schedule1F1B(stages[0], runs, **options)
+            self._schedule = runs, made
         return self._schedule[1]
 
     @torch.no_grad()
@@ -312,9 +296,4 @@ class _WatchedStage(LeanStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         with self._watch(bwd_chunk_id, "backward pass"):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
-            accumulate_gradients(self.stage)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
-        with self._watch(bwd_chunk_id, "backward pass of weights"):
-            super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
             accumulate_gradients(self.stage)
