@@ -45,12 +45,6 @@ SWAPPED = [
     "model.num_key_value_heads=4",
 ]
 EXPERTS = ["model.num_experts=8", "model.moe_intermediate_size=192", "model.num_hidden_layers=4"]
-GPT = [
-    "model.preset=tiny-gpt",
-    "model.max_position_embeddings=2048",
-    "model.num_key_value_heads=4",
-    "model.num_attention_heads=4",
-]
 MEASURED = {
     "experts": (1, [*EXPERTS, "batch.tokens_per_rank=2048"]),
     "bfloat16, experts, recompute full": (
@@ -77,9 +71,9 @@ MEASURED = {
     "recompute norms": (1, ["batch.tokens_per_rank=2048", "train.recompute=norms"]),
     "bfloat16, recompute norms, heads swapped for tokens": (2, [*SWAPPED, "train.recompute=norms", "train.dtype=bfloat16"]),
     "recompute mlp": (1, ["batch.tokens_per_rank=2048", "train.recompute=mlp", "model.intermediate_size=512"]),
-    "recompute norms, split documents, output norms": (
+    "recompute norms, split documents, norms of heads": (
         2,
-        ["batch.tokens_per_rank=1024", "train.recompute=norms", "model.output_norms=true", "model.qk_norm=true"],
+        ["batch.tokens_per_rank=1024", "train.recompute=norms", "model.qk_norm=true"],
     ),
     "received keys kept": (4, [*ON_4, "context.keep_kv=true", "train.recompute=selective"]),
     "a large vocabulary, gradients reduced at once": (
@@ -98,14 +92,9 @@ MEASURED = {
     "heads swapped for tokens, recompute selective": (2, [*SWAPPED, "train.recompute=selective"]),
     "heads swapped for tokens": (2, SWAPPED),
     "copies of the weights": (2, ["batch.tokens_per_rank=1024", "parallel.shard_ranks=1", "train.recompute=selective"]),
-    "norms of heads and of outputs, biases": (
+    "norms of heads, biases": (
         1,
-        ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.output_norms=true", "model.qkv_bias=true"],
-    ),
-    "GPT": (1, [*GPT, "batch.tokens_per_rank=2048"]),
-    "bfloat16, GPT, recompute norms": (
-        2,
-        [*GPT, "batch.tokens_per_rank=1024", "train.recompute=norms", "train.dtype=bfloat16"],
+        ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.qkv_bias=true"],
     ),
     "pipeline": (
         2,
@@ -122,8 +111,8 @@ QUICK = (
     "MLP in tiles, weights gathered all step",
     "heads swapped for tokens, recompute selective",
     "copies of the weights",
-    "norms of heads and of outputs, biases",
-    "bfloat16, GPT, recompute norms",
+    "norms of heads, biases",
+    "bfloat16, recompute norms, heads swapped for tokens",
     "pipeline",
 )
 """Together they have all that the model of memory counts."""

@@ -99,7 +99,7 @@ def test_gradients_are_added_up_in_float32(workers: Workers, store: Path, tmp_pa
 
 def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
-    mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=SimpleNamespace(logit_softcap=0.0))
+    mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=None)
     balance = SimpleNamespace(documents=lambda *_: None)
     passes = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance)
     batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))

@@ -48,7 +48,6 @@ class ProfiledRun:
         """Builds the trainer. `profile` gives the number of ranks per node."""
         self.config, self.mesh, self.longest_s = config.changed({"context.ulysses_degree": 1}), mesh, longest_s
         self.spec, self.layer = shape.spec, replace(shape.spec.largest_layer, window=None)
-        self.positions = shape.max_position_embeddings if shape.learned_positions else None
         self.trainer = Trainer.build(self.config, mesh, NewDecoder(shape))
         self.time = Stopwatch(mesh, longest_s)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -65,7 +64,7 @@ class ProfiledRun:
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
         """Returns the run's attention for `layout`, in a layer without a window."""
         make = make_attention(self.config, self.mesh, self.spec, self.no_plan, layout, exchange=exchange)
-        attention = make(self.spec.attention_scale, self.spec.attention_softcap, None)
+        attention = make(None, 0.0, None)
         assert isinstance(attention, RingAttention)
         return attention
 
@@ -76,7 +75,7 @@ class ProfiledRun:
     def batch(self, layouts: Sequence[Layout], tokens: Sequence[int], plan: Plan | None = None) -> StepBatch:
         """Returns a step of micro-batches with these layouts and random tokens, padded for tensor parallelism.
 
-        Tensor-parallel ranks get the same tokens. Learned positions, which the time does not depend on, repeat.
+        Tensor-parallel ranks get the same tokens.
         """
         assert self.spec.vocab_size is not None
         multiple = self.mesh.tensor.size()
@@ -84,8 +83,7 @@ class ProfiledRun:
         for number, (layout, count) in enumerate(zip(layouts, tokens, strict=True)):
             rows = -(-count // multiple) * multiple
             ids, labels = torch.randint(self.spec.vocab_size, (2, rows), generator=generator)
-            positions = torch.arange(rows) % (self.positions or max(1, rows))
-            micro_batches.append(MicroBatch(number, layout, ids, labels, positions))
+            micro_batches.append(MicroBatch(number, layout, ids, labels, torch.arange(rows)))
         plan = self.no_plan if plan is None else plan
         total = self.mesh.ranks * sum(tokens)
         return StepBatch(1, plan, tuple("random" for _ in plan.lengths), total, max(1, total), tuple(micro_batches))

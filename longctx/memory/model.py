@@ -107,7 +107,7 @@ class Weights:
         embedding = spec.vocabulary_parameters // split
         positions = spec.position_parameters // split if first else 0
         vocabulary_matrices = first + last - (first and last and spec.tie_word_embeddings)
-        self.root = vocabulary_matrices * embedding + (spec.norm_parameters if last else 0)
+        self.root = vocabulary_matrices * embedding + (spec.hidden_size if last else 0)
         self.root += positions
         tower, adapters = (spec.tower_parameters, spec.tower_adapters) if first else (0, 0)
         self.all = layers * whole + self.root + tower + adapters
@@ -350,9 +350,6 @@ class RankMemory:
         compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.block.number < FLOAT32
         numbers = min(tokens_at_once(compiled), self.block.tokens) * self.spec.vocab_size // self.split
         with_gradient = 2 * self.block.number * numbers
-        if compiled:
-            chunk = with_gradient
-        else:
-            chunk = (5 if self.spec.logit_softcap else 3) * FLOAT32 * numbers + (with_gradient if rounded else 0)
+        chunk = with_gradient if compiled else 3 * FLOAT32 * numbers + (with_gradient if rounded else 0)
         head = self.block.number * self.weights.trained_head
         return max(chunk, with_gradient + (head if rounded else 0), 2 * head - FLOAT32 * self.weights.trained_head)

@@ -86,7 +86,7 @@ class Model(nn.Module, ABC):
         """Returns the argument `attention` of `forward` for a micro-batch; `make` is called once per kind of layer."""
         spec = self.spec
         windows = [layer.window for layer in spec.layers]
-        return by_layer(windows, lambda window: make(spec.attention_scale, spec.attention_softcap, window))
+        return by_layer(windows, lambda window: make(None, 0.0, window))
 
     def routers(self) -> list[RouterWatch]:
         """Returns the watches of the routers of this part, in order; none without experts, or if they cannot be watched."""
@@ -139,20 +139,18 @@ class StagedModel(Model):
 
     Attributes:
         embed_tokens: embedding, present with the first block; if it is tied, also with the last.
-        embed_positions: embedding of learned positions, if there is one, present with the first block.
         norm, lm_head: final norm and head, present with the last block. `Head` is called with `lm_head.weight`.
         tensor_plan: tensor-parallel style of each module of a block, by name: see `longctx.parallel.tensor`.
     """
 
     embed_tokens: nn.Embedding
-    embed_positions: nn.Embedding
     norm: nn.Module
     lm_head: nn.Linear
     tensor_plan: ClassVar[Mapping[str, str]]
 
     @abstractmethod
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the hidden states [tokens, hidden] of token ids and positions [tokens]."""
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the hidden states [tokens, hidden] of token ids [tokens]."""
 
     @abstractmethod
     def run(
@@ -174,7 +172,7 @@ class StagedModel(Model):
         head: Head,
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
-        return self.run(self.layers, self.embed(tokens, positions), positions, attention, head, documents)
+        return self.run(self.layers, self.embed(tokens), positions, attention, head, documents)
 
 
 def differences_but_rope(differences: Sequence[str]) -> list[str]:

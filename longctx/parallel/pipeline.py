@@ -80,8 +80,6 @@ class Stage(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.spec.layers)
         if self.is_first or (self.is_last and model.spec.tie_word_embeddings):
             self.embed_tokens = model.embed_tokens
-        if self.is_first and model.spec.position_parameters:
-            self.embed_positions = model.embed_positions
         if self.is_last:
             self.norm, self.lm_head = model.norm, model.lm_head
         self.inputs: Callable[[int], Inputs]
@@ -96,7 +94,7 @@ class Stage(nn.Module):
         The first stage ignores `hidden`.
         """
         mine = self.inputs(self.micro_batch)
-        x = self.embed(mine.tokens, mine.positions) if self.is_first else hidden[: len(mine.tokens) // self.tensor_ranks]
+        x = self.embed(mine.tokens) if self.is_first else hidden[: len(mine.tokens) // self.tensor_ranks]
         head = mine.head if self.is_last else None
         out = self.run(self.layers, x, mine.positions, mine.attention, head, mine.documents)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))

@@ -40,7 +40,6 @@ class LabelScore(Protocol):
         weight: Projection,
         labels: torch.Tensor,
         *,
-        softcap: float = 0.0,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
@@ -96,7 +95,7 @@ class Passes:
             self.place = lambda: f"micro-batch {number}"
             labels, device = batch.micro_batches[number].labels, self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
-            head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)
+            head = partial(score, labels=copy_to(labels, device), rows=rows)
             return replace(self.inputs(batch, StepWeights(1.0), number), head=head)
 
         if self.pipeline is not None:
@@ -165,7 +164,6 @@ class Passes:
             labels=copy_to(micro_batch.labels, device),
             divisor=weights.divisor,
             weights=counted,
-            softcap=self.model.spec.logit_softcap,
             rows=None if rows is None else copy_to(rows, device),
             compiled=self.config.compiles(device.type, self.model.spec),
         )
