@@ -107,18 +107,25 @@ def torchtitan() -> Iterator[Row]:
 
 def megatron_models() -> Iterator[Row]:
     """Table 1 of Narayanan et al.: full recomputation, sequences of 2,048 tokens, TFLOP/s as they count them."""
-    for preset, layers, hidden, tensor, pipeline, chunks, gpus, batch, measured in (
-        ("gpt-18.4b", 40, 6144, 8, 1, 1, 256, 1024, 135),
-        ("gpt-530b", 105, 20480, 8, 35, 3, 2520, 2520, 163),
-        ("gpt-1t", 128, 25600, 8, 64, 2, 3072, 3072, 163),
+    for model, heads, layers, hidden, tensor, pipeline, chunks, gpus, batch, measured in (
+        ("18.4B", 48, 40, 6144, 8, 1, 1, 256, 1024, 135),
+        ("530B", 128, 105, 20480, 8, 35, 3, 2520, 2520, 163),
+        ("1T", 160, 128, 25600, 8, 64, 2, 3072, 3072, 163),
     ):
-        pipelined = {"parallel__pipeline_schedule": "interleaved", "parallel__pipeline_chunks": chunks} if pipeline > 1 else {}
+        pipelined = {"parallel__pipeline_chunks": chunks} if pipeline > 1 else {}
         config = configured(
-            preset,
+            "llama-3.1-8b",
             gpus,
             2048,
             A100,
             model__vocab_size=51200,
+            model__hidden_size=hidden,
+            model__intermediate_size=round(8 * hidden / 3),
+            model__num_hidden_layers=layers,
+            model__num_attention_heads=heads,
+            model__num_key_value_heads=heads,
+            model__head_dim=hidden // heads,
+            model__tie_word_embeddings=True,
             parallel__tensor_parallel_size=tensor,
             parallel__pipeline_parallel_size=pipeline,
             batch__global_tokens=2048 * batch,
@@ -129,7 +136,7 @@ def megatron_models() -> Iterator[Row]:
         )
         plan = planned(config, gpus, [2048] * batch, 51200)
         flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
-        what = f"{preset.removeprefix('gpt-').upper()}, {gpus:,} A100s"
+        what = f"{model}, {gpus:,} A100s"
         predicted = flops / plan.makespan_s / gpus / 1e12
         yield Row("Megatron-LM", what, "TFLOP/s per GPU", measured, predicted, "MLPs of three matrices with as many parameters")
 

@@ -90,8 +90,7 @@ def draw_any(rng: random.Random) -> Case:
     domain = rng.randint(1, min(6, PROCESSES // (tensor * pipeline)))
     lengths = tuple(rng.randint(2, rng.choice([60, 300, 700])) for _ in range(4))
     longest = max(2, rng.choice([max(lengths) + 1, rng.randint(max(lengths) // 2, max(lengths) + 1)]))
-    schedule = rng.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"]) if pipeline > 1 else "1f1b"
-    chunks = rng.randint(1, 3) if schedule in ("interleaved", "zero-bubble") else 1
+    chunks = rng.randint(1, 3) if pipeline > 1 else 1
     kv_heads = rng.choice([1, 2, 3, 4, 4, 8])
     common: Settings = {
         "model.hidden_size": rng.randint(3, 48),
@@ -110,7 +109,6 @@ def draw_any(rng: random.Random) -> Case:
     split: Settings = {
         "parallel.tensor_parallel_size": tensor,
         "parallel.pipeline_parallel_size": pipeline,
-        "parallel.pipeline_schedule": schedule,
         "parallel.pipeline_chunks": chunks,
         "parallel.shard_ranks": rng.choice([None, None, rng.randint(1, domain)]),
         "parallel.reshard_after": rng.choice(["block", "micro_batch", "step"]),

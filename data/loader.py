@@ -52,7 +52,6 @@ class Loader(Iterator[StepBatch]):
         seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
         held_out_share: share of the documents held out from all steps; see `held_out`.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
-        ahead: number of later tokens to read for every token, for multi-token prediction.
         merging: merges the documents of a step that begin alike; None: they stay apart.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
@@ -71,7 +70,6 @@ class Loader(Iterator[StepBatch]):
         long_documents: str | None = None,
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
-        ahead: int = 0,
         merging: Merging | None = None,
     ) -> None:
         self.sampler = make_steps(
@@ -95,7 +93,6 @@ class Loader(Iterator[StepBatch]):
         self._ranks = ranks
         self.planner, self._merging = planner, merging
         self._pad_to_multiple_of = pad_to_multiple_of
-        self._later = ahead
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
@@ -193,8 +190,7 @@ class Loader(Iterator[StepBatch]):
         plan, merged = plan_step(self._store, pieces, self.planner, self._merging)
         if plan.ranks != self._ranks:
             raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
-        options = (self._pad_to_multiple_of, self._later)
-        return read_step(self._store, pieces, plan, self._rank, step, *options, merged), next_cursor
+        return read_step(self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of, merged), next_cursor
 
 
 def _identity_of(store: Store) -> dict[str, Any]:
@@ -236,7 +232,6 @@ def read_step(
     rank: int,
     step: int = 1,
     pad_to_multiple_of: int = 1,
-    ahead: int = 0,
     merged: Merged | None = None,
 ) -> StepBatch:
     """Reads a rank's share of a step over `pieces`, by what `plan_step` returns for them."""
@@ -245,7 +240,7 @@ def read_step(
     amounts = targets if not store.weighted else [weigh_targets(store, *of) for of in zip(pieces, targets, strict=True)]
     names = [_name(store, piece) for piece in pieces]
     if merged is None:
-        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "ahead": ahead, "weighted": store.weighted}
+        options: dict[str, Any] = {"pad_to_multiple_of": pad_to_multiple_of, "weighted": store.weighted}
         numbers = range(len(plan.micro_batches))
         micro_batches = [pack(store, pieces, plan.layout(number, rank), **options) for number in numbers]
     else:

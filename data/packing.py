@@ -44,8 +44,6 @@ class MicroBatch:
         labels: int64 `[T]`; the next token of the same document, or of an encoder the token itself; -100 without a target and
             in padding.
         positions: int64 `[T]`; position in the document, or on the path of a tree, from 0; padding is 0.
-        later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
-            for multi-token prediction; 0 and -100 behind its end and in padding.
         weights: float32 `[T]`; factor of the loss of every row, where tokens have weights or sequences were merged; None: 1.
         source: what an encoder-decoder's encoder reads; None for other models. The other fields then describe the target:
             tokens are the start token and target[:-1], labels are the target.
@@ -56,8 +54,6 @@ class MicroBatch:
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
-    later_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
-    later_labels: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     source: "EncoderInput | None" = None
     weights: torch.Tensor | None = None
 
@@ -132,12 +128,10 @@ def pack(
     layout: Layout,
     *,
     pad_to_multiple_of: int = 1,
-    ahead: int = 0,
     weighted: bool = False,
 ) -> MicroBatch:
     """Reads a rank's share of a micro-batch. `pieces` are the training documents, by the plan's document index.
 
-    `ahead`: number of later tokens to read for every token.
     `weighted`: whether to read weights of tokens, which a step has for all rows or for none.
     """
 
@@ -153,7 +147,7 @@ def pack(
             found[: len(own)] = own
         return found
 
-    filled = fill(layout, read, pad_to_multiple_of, ahead)
+    filled = fill(layout, read, pad_to_multiple_of)
     return with_weights(filled, weights) if weighted else filled
 
 
@@ -185,7 +179,6 @@ def pack_documents(
     *,
     pad_to_multiple_of: int = 1,
     shift: bool = True,
-    ahead: int = 0,
 ) -> tuple[list[MicroBatch], int]:
     """Returns a rank's share of every micro-batch of a step, from documents in memory, for use in your own trainer.
 
@@ -196,16 +189,15 @@ def pack_documents(
         labels: as long as the documents and NOT shifted, -100 where a token is not a target; None: the documents.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         shift: whether a token predicts the next label; False: the label in its own place, for encoders and trees.
-        ahead: number of later tokens and labels for every token, for multi-token prediction.
 
     Returns the micro-batches in the order of the plan, and the number of targets of the whole step over all ranks: divide the
     sum of token losses by it, and sum gradients over the ranks.
     Raises PackingError if documents, labels and plan do not match, or if next tokens are needed of a tree.
     """
-    if plan.trees and (shift or ahead):
+    if plan.trees and shift:
         raise PackingError(
-            f"the plan has {len(plan.trees)} trees, in which a token may have several next ones, but shift is {shift} and "
-            f"ahead {ahead}: pack what merge_prefixes returns by pack_merged, without multi-token prediction"
+            f"the plan has {len(plan.trees)} trees, in which a token may have several next ones, but shift is {shift}: "
+            "pack what merge_prefixes returns by pack_merged"
         )
     tokens = _arrays("documents", documents, plan)
     unshifted = tokens if labels is None else _arrays("labels", labels, plan)
@@ -216,7 +208,7 @@ def pack_documents(
 
     layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
     target_tokens = sum(int((target != IGNORED_LABEL).sum()) for target in targets)
-    return [fill(layout, read, pad_to_multiple_of, ahead) for layout in layouts], target_tokens
+    return [fill(layout, read, pad_to_multiple_of) for layout in layouts], target_tokens
 
 
 def pack_seq2seq(
@@ -299,29 +291,18 @@ def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[Ids]:
     return arrays
 
 
-def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1, ahead: int = 0) -> MicroBatch:
+def fill(layout: Layout, read: Read, pad_to_multiple_of: int = 1) -> MicroBatch:
     """Returns a rank's share of a micro-batch, from a function that reads spans of documents; empty spans may be read, too."""
     padded = -(-layout.tokens // pad_to_multiple_of) * pad_to_multiple_of
-    tokens = np.zeros((padded, 1 + ahead), np.int64)
-    labels = np.full((padded, 1 + ahead), IGNORED_LABEL, np.int64)
+    tokens = np.zeros(padded, np.int64)
+    labels = np.full(padded, IGNORED_LABEL, np.int64)
     positions = np.zeros(padded, np.int64)
     for shard in layout.shards:
         row = shard.offset
         for start, stop in (shard.head, shard.tail):
-            spans = read(shard.document, start, min(stop + ahead, shard.length))
-            for further in range(1 + ahead):
-                for columns, values in zip((tokens, labels), spans, strict=True):
-                    seen = values[further : further + stop - start]
-                    columns[row : row + len(seen), further] = seen
-            positions[row : row + stop - start] = shard.positions(start, stop)
-            row += stop - start
-    all_tokens, all_labels = torch.from_numpy(tokens), torch.from_numpy(labels)
-    return MicroBatch(
-        layout.micro_batch,
-        layout,
-        all_tokens[:, 0].contiguous(),
-        all_labels[:, 0].contiguous(),
-        torch.from_numpy(positions),
-        all_tokens[:, 1:].contiguous(),
-        all_labels[:, 1:].contiguous(),
-    )
+            rows = slice(row, row + stop - start)
+            tokens[rows], labels[rows] = read(shard.document, start, stop)
+            positions[rows] = shard.positions(start, stop)
+            row = rows.stop
+    filled = torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions)
+    return MicroBatch(layout.micro_batch, layout, *filled)

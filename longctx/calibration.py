@@ -249,7 +249,7 @@ class TimedRun:
     def attention(self, layout: Layout) -> Callable[[], object]:
         """Builds the attention passes of one layer in a step, without a window, forward and backward, on random tensors."""
         make = make_attention(self.config, self.mesh, self.spec, self.no_plan, layout)
-        attention = make(self.spec.attention_scale, self.spec.attention_softcap, None)
+        attention = make(None, self.spec.attention_softcap, None)
         size = self.layer.head_dim
         shapes = ((layout.tokens, heads, size) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads))
         q, k, v, dout = (torch.randn(shape, dtype=self.dtype, device=self.mesh.device, requires_grad=True) for shape in shapes)

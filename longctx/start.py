@@ -34,7 +34,7 @@ from longctx.training.checks import (
 )
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
-from longctx.training.optimizer import state_bytes, whole_state_bytes
+from longctx.training.optimizer import state_bytes
 from longctx.training.run import Run
 from longctx.training.run_profile import ProfilesDiffer
 from longctx.training.saved import checkpoint
@@ -145,7 +145,6 @@ def prepare(
         trained = spec.trained_parameters
         weights = trained if spec.adapted else spec.parameters
         size = torch.float32.itemsize * weights + state_bytes(config.optimizer, trained, spec.trained_matrices)
-        size += whole_state_bytes(config.optimizer, spec, spec.layers, 1 if spec.tie_word_embeddings else 2)
     saved, damaged = open_run_folder(
         config.train.run_dir,
         resume=resume or resume_if_any,

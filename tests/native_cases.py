@@ -31,16 +31,6 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}, "max_position_embeddings": 64}
 
 
-GPT = {
-    "norm": "layer",
-    "mlp": "plain",
-    "hidden_act": "gelu",
-    "linear_bias": True,
-    "position_embeddings": "learned",
-    "max_position_embeddings": 128,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 """Model type, its configuration besides BASE, and the options of our shape."""
 CASES: dict[str, Case] = {
@@ -76,48 +66,17 @@ CASES: dict[str, Case] = {
             "qk_norm": True,
         },
     ),
-    "Phi 3, half of a head turned": ("phi3", {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
-    "GPT-2": (
-        "gpt2",
-        {"n_embd": 32, "n_inner": 48, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "Phi 3": ("phi3", {}, {}),
+    "Qwen 3, windows": (
+        "qwen3",
         {
-            **GPT,
-        },
-    ),
-    "Gemma 2": (
-        "gemma2",
-        {"query_pre_attn_scalar": 4, "sliding_window": 7, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.3},
-        {
-            "sliding_window": 7,
-            "full_attention_every": 2,
-            "attention_scale": 0.5,
-            "attention_softcap": 0.5,
-            "logit_softcap": 0.3,
-        },
-    ),
-    "Gemma 3": (
-        "gemma3_text",
-        {
-            "query_pre_attn_scalar": 16,
+            "use_sliding_window": True,
             "sliding_window": 7,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-            },
         },
-        {
-            "qk_norm": True,
-            "sliding_window": 7,
-            "full_attention_every": 3,
-            "attention_scale": 0.25,
-            "rope_local_theta": 100.0,
-            "rope_scaling": "linear",
-            "rope_factor": 4.0,
-        },
+        {"qk_norm": True, "sliding_window": 7, "full_attention_every": 3},
     ),
 }
-GPT_PARAMETERS = [name for name in GPT if name != "hidden_act"]
 EXPERTS = ("num_experts", "moe_intermediate_size", "first_dense_layers")
 
 
@@ -156,7 +115,7 @@ def attention_of(model: Decoder, length: int) -> PackedAttention:
     layout, spec = Layout.of([Placement(0, 0, 1)], [length], 0, 0), model.spec
 
     def attend(window: int | None) -> RingAttention:
-        return RingAttention(layout, mask=Mask(window=window), scale=spec.attention_scale, softcap=spec.attention_softcap)
+        return RingAttention(layout, mask=Mask(window=window))
 
     return by_layer([layer.window for layer in spec.layers], attend)
 

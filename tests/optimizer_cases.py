@@ -12,7 +12,7 @@ from longctx.config.settings import OptimizerSection
 from longctx.model.experts import Experts
 from longctx.model.protocol import generator_of
 from longctx.training.agreement import require_same_copies
-from longctx.training.optimizer import set_learning_rate, state_bytes, whole_state_bytes
+from longctx.training.optimizer import set_learning_rate, state_bytes
 from tests.training_cases import start
 
 RATES = [0.01 / step for step in range(1, 11)]
@@ -72,9 +72,7 @@ def torch_alone(
         else:
             adamw.append({"params": parameters, "weight_decay": section.weight_decay if parameters[0].dim() > 1 else 0.0})
     kind = AdamW8bit if section.name == "adamw-8bit" else torch.optim.AdamW
-    optimizers: list[torch.optim.Optimizer] = (
-        [torch.optim.Adafactor(adamw)] if section.name == "adafactor" else [kind(adamw, betas=section.betas, eps=section.eps)]
-    )
+    optimizers: list[torch.optim.Optimizer] = [kind(adamw, betas=section.betas, eps=section.eps)]
     if matrices:
         decay = section.weight_decay
         muon = torch.optim.Muon(matrices, weight_decay=decay, momentum=section.momentum, adjust_lr_fn="match_rms_adamw")
@@ -102,5 +100,4 @@ def bytes_of_state(store: Path, run: Path, settings: list[str]) -> tuple[int, in
     values = [value for state in trainer.optimizer.state.values() for value in state.values() if value.dim()]
     spec = trainer.model.spec
     expected = state_bytes(trainer.config.optimizer, spec.trained_parameters, spec.trained_matrices)
-    expected += whole_state_bytes(trainer.config.optimizer, spec, spec.layers, 1 if spec.tie_word_embeddings else 2)
     return sum(value.numel() * value.element_size() for value in values), expected

@@ -212,7 +212,7 @@ def test_invalid_tables_of_bins(bins: str, rule: str) -> None:
 
 
 STAGES, CHUNKS = "parallel.pipeline_parallel_size", "parallel.pipeline_chunks"
-PIPELINE, INTERLEAVED = ["model.num_hidden_layers=8", f"{STAGES}=2"], "parallel.pipeline_schedule=interleaved"
+PIPELINE = ["model.num_hidden_layers=8", f"{STAGES}=2"]
 OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4"]
 
 
@@ -231,10 +231,8 @@ OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4"]
         ([*OVER_FOUR, "model.intermediate_size=9"], 4, "model.intermediate_size", "set it to 8 or 10"),
         ([*OVER_FOUR, "model.intermediate_size=3"], 4, "model.intermediate_size", "set it to 4"),
         (["parallel.shard_ranks=4"], 6, "parallel.shard_ranks", "set it to 3, or omit it to use 6"),
-        ([*PIPELINE, f"{CHUNKS}=2"], None, CHUNKS, "schedule 1f1b runs one stage per rank"),
-        ([*PIPELINE, INTERLEAVED], None, CHUNKS, "at least 2 chunks"),
-        ([*PIPELINE, INTERLEAVED, f"{CHUNKS}=5"], None, STAGES, "set parallel.pipeline_chunks to 4"),
-        ([*PIPELINE, f"{STAGES}=16", INTERLEAVED, f"{CHUNKS}=2"], None, STAGES, "set it to 4 or less"),
+        ([*PIPELINE, f"{CHUNKS}=5"], None, STAGES, "set parallel.pipeline_chunks to 4"),
+        ([*PIPELINE, f"{STAGES}=16", f"{CHUNKS}=2"], None, STAGES, "set it to 4 or less"),
     ],
 )
 def test_rules_on_processes_and_stages(overrides: list[str], world_size: int | None, key: str, rule: str) -> None:
@@ -250,9 +248,7 @@ def test_blocks_are_compiled_on_gpus_where_that_is_possible() -> None:
     linear = replace(plain, layers=(replace(plain.layers[0], state_size=8), *plain.layers[1:]))
     assert [load().compiles("cuda", spec) for spec in (plain, mixture, linear)] == [True, False, False]
     assert not config.load(None, ["parallel.tensor_parallel_size=2"], world_size=2).compiles("cuda")
-    pipeline = ["parallel.pipeline_parallel_size=2", "parallel.reshard_after=step"]
-    assert load(*pipeline).compiles("cuda")
-    assert not load(*pipeline, "parallel.pipeline_schedule=zero-bubble").compiles("cuda")
+    assert load("parallel.pipeline_parallel_size=2").compiles("cuda")
 
 
 def test_check_reports_the_same_problems_for_a_loaded_configuration() -> None:

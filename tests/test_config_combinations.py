@@ -45,10 +45,8 @@ NEEDS = {
     "the number of experts > 0": "model.preset=tiny-moe",
     "the tokens of every document": "model.preset=tiny-moe",
     "_loss > 0: it goes by": "balance.bias_rate=0.0",
-    "multi-token prediction > 0": "model.num_nextn_predict_layers=1",
     "one of these": "eval.every=10",
     "and checkpoint.every is null: the best": "data.held_out=0.1",
-    "is zero-bubble": "parallel.reshard_after=step",
 }
 """What rows with these words need besides their conditions; later ones win."""
 COMPANIONS = {

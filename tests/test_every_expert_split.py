@@ -38,7 +38,7 @@ class ExpertSplit(Split):
 
 OPTIONS = (
     (1, 2),
-    ("none", "1f1b", "zero-bubble"),
+    ("none", "1f1b"),
     (1, 2, 4),
     ("static", "bins", "auto"),
     ("none", "norms", "selective", "full"),
@@ -80,7 +80,7 @@ def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
+@pytest.mark.parametrize("split", ALL, ids=name)
 def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     def run() -> tuple[float, float]:
         return assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
@@ -94,6 +94,6 @@ def alone_smaller(workers: Workers, store: Path, tmp_path_factory: pytest.TempPa
     return workers.run(train, 1, store, tmp_path_factory.mktemp("smaller"), settings, 2)[0]
 
 
-@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in QUICK], ids=name)
+@pytest.mark.parametrize("split", QUICK, ids=name)
 def test_every_option(workers: Workers, store: Path, alone_smaller: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     assert_exact(split, workers.run(train, split.world, store, tmp_path, [*split.settings, SMALLER], 2)[0], alone_smaller)

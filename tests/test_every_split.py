@@ -14,22 +14,21 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from longctx.training.metrics import StepMetrics
 from split_table import GRADIENT_NORM, LOSS, Table
-from tests.training_cases import make_store, train, zero_bubble
+from tests.marks import slow_unless
+from tests.training_cases import make_store, train
 from tests.workers import Workers
 
 PIPELINES = {
-    "none": (1, "1f1b", 1),
-    "1f1b": (2, "1f1b", 1),
-    "interleaved": (2, "interleaved", 2),
-    "zero-bubble": (2, "zero-bubble", 1),
+    "none": (1, 1),
+    "1f1b": (2, 1),
+    "interleaved": (2, 2),
 }
-"""Ranks, schedule, and stages on every rank."""
+"""Ranks, and stages on every rank."""
 
 TINY = ["model.num_hidden_layers=4", "data.max_length=600", "batch.global_tokens=2000"]
 TOKENS_PER_RANK = {1: 600, 2: 400, 3: 300, 4: 200}
@@ -56,22 +55,15 @@ class Split:
 
     @property
     def valid(self) -> bool:
-        """Zero-bubble goes through a block's backward twice: nothing may be recomputed or gathered in between."""
-        twice = self.pipeline == "zero-bubble"
-        return self.world <= 8 and not (twice and (self.recompute != "none" or self.reshard_after == "block"))
-
-    @property
-    def marks(self) -> Any:
-        return (zero_bubble,) if self.pipeline == "zero-bubble" else ()
+        return self.world <= 8
 
     @property
     def settings(self) -> list[str]:
-        ranks, schedule, chunks = PIPELINES[self.pipeline]
+        ranks, chunks = PIPELINES[self.pipeline]
         settings = [
             *TINY,
             f"parallel.tensor_parallel_size={self.tp}",
             f"parallel.pipeline_parallel_size={ranks}",
-            f"parallel.pipeline_schedule={schedule}",
             f"parallel.pipeline_chunks={chunks}",
             f"parallel.reshard_after={self.reshard_after}",
             f"train.recompute={self.recompute}",
@@ -119,9 +111,8 @@ SMALLER = "batch.global_tokens=1200"
 
 DOMAIN_OF_4 = Split(1, "none", 4, "auto", "selective", "block")
 LACKING = {
-    "gpipe, recompute mlp": (Split(1, "1f1b", 2, "auto", "mlp", "block"), ["parallel.pipeline_schedule=gpipe"]),
+    "1f1b, recompute mlp": (Split(1, "1f1b", 2, "auto", "mlp", "block"), []),
     "three stages, recompute norms": (Split(1, "1f1b", 1, "auto", "norms", "step"), ["parallel.pipeline_parallel_size=3"]),
-    "zero-bubble, two chunks": (Split(1, "zero-bubble", 1, "auto", "none", "step"), ["parallel.pipeline_chunks=2"]),
     "padded, in rounds": (
         Split(1, "none", 3, "auto", "norms", "block"),
         ["batch.pad_to_multiple_of=64", "context.max_remote_tokens=150", "batch.tokens_per_rank=320"],
@@ -141,8 +132,7 @@ LACKING = {
     ),
 }
 """Settings that are no options above, each with a split of them."""
-LACKING_MARKS = {name: split.marks for name, (split, _) in LACKING.items()}
-LACKING_MARKS["tensor parallel, replicated"] = (pytest.mark.slow,)  # `test_tensor` has it without recomputation
+SLOW = "tensor parallel, replicated"  # `test_tensor` has it without recomputation
 
 
 def name(split: Split) -> str:
@@ -187,7 +177,7 @@ def assert_exact(split: Split, steps: list[StepMetrics], alone: list[StepMetrics
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
+@pytest.mark.parametrize("split", ALL, ids=name)
 def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     def run() -> tuple[float, float]:
         return assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
@@ -195,7 +185,7 @@ def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tm
     TABLE.measure(split, run)
 
 
-@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in QUICK], ids=name)
+@pytest.mark.parametrize("split", QUICK, ids=name)
 def test_every_pair(workers: Workers, store: Path, alone_smaller: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     """All ranks say the same, bit by bit."""
     everyones = workers.run(train, split.world, store, tmp_path, [*split.settings, SMALLER], 2)
@@ -206,7 +196,7 @@ def test_every_pair(workers: Workers, store: Path, alone_smaller: list[StepMetri
 
 
 @pytest.mark.parametrize("smaller", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in LACKING_MARKS.items()])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name != SLOW, LACKING))
 def test_what_the_options_lack(
     request: pytest.FixtureRequest, workers: Workers, store: Path, tmp_path: Path, name: str, smaller: bool
 ) -> None:

@@ -42,11 +42,6 @@ CASES: dict[str, tuple[str, int, list[str], list[str]]] = {
     "pipeline, first stage": ("llama", 2, [PIPELINE, WHOLE], FIRST),
     "pipeline, last stage": ("llama", 2, [PIPELINE, WHOLE], LAST),
     "pipeline, tied": ("tied", 2, [PIPELINE, WHOLE], ENDS),
-    "pipeline, zero bubble": (
-        *("llama", 2),
-        [PIPELINE, WHOLE, "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"],
-        FIRST,
-    ),
     "experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["experts", "embed_tokens", r"layers\.0\."]),
     "all but experts": ("mixtral", 2, ["parallel.expert_parallel_size=2"], ["attn", "norm", "gate.weight", "embed", "lm_head"]),
 }
@@ -121,11 +116,8 @@ def test_the_others_are_trained_as_by_torch_alone(
     [
         ([PIPELINE, WHOLE], 2),
         ([PIPELINE, WHOLE, "optimizer.name=muon"], 2),
-        ([PIPELINE, WHOLE, "optimizer.name=adafactor", "optimizer.eps=1e-8"], 2),
         (["optimizer.name=muon"], 3),
         (["optimizer.name=adamw-8bit"], 2),
-        (["optimizer.ema_decay=0.9"], 2),
-        (["optimizer.name=adafactor", "optimizer.eps=1e-8"], 2),
     ],
 )
 def test_a_run_resumes_bit_by_bit(
@@ -147,7 +139,7 @@ def test_a_run_resumes_bit_by_bit(
     [
         ([], ["embed", r"layers\.0\.", "k_proj"]),
         (["optimizer.name=muon"], ["q_proj", "norm"]),
-        ([*EXPERTS, "optimizer.ema_decay=0.5"], ["experts", "embed"]),
+        (EXPERTS, ["experts", "embed"]),
         (EXPERTS, ["experts.*down", "q_proj"]),
         (["model.tie_word_embeddings=false"], ["lm_head"]),
     ],

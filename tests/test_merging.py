@@ -189,7 +189,6 @@ def test_weights_are_those_of_the_sequences(data: st.DataObject) -> None:
 
 
 REFUSED = {
-    "multi-token prediction": ["model.num_nextn_predict_layers=1"],
     "document_loss": ["model.num_experts=4", "model.num_experts_per_tok=2", "balance.document_loss=0.01"],
     "z_loss": ["model.num_experts=4", "model.num_experts_per_tok=2", "balance.z_loss=0.01"],
     "bias of the router": ["model.num_experts=4", "model.num_experts_per_tok=2", "model.router_bias=true"],

@@ -108,7 +108,7 @@ def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, 
         assert 1 <= graphs <= 2  # of three layers and five layouts
 
 
-@pytest.mark.parametrize("options", [{}, {"partial_rotary_factor": 0.5, "qk_norm": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=str)
 def test_only_tokens_layer_and_attention_are_variables_of_a_program(options: dict[str, Any]) -> None:
     """Kernels that know the size of heads need no divisions to find their place."""
     torch._dynamo.reset()

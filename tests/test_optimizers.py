@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from longctx.config import ConfigError, load
 from longctx.config.settings import OptimizerSection
@@ -15,7 +13,6 @@ from longctx.memory.loads import Load
 from longctx.memory.model import RankMemory
 from longctx.training.checks import changes_of_optimizer, check_groups
 from longctx.training.optimizer import learning_rate
-from longctx.training.optimizers.adafactor import Adafactor
 from longctx.training.run_profile import run_profile
 from tests.optimizer_cases import bytes_of_state, largest_error
 from tests.training_cases import train, train_then_save
@@ -38,7 +35,7 @@ EIGHT_BIT = ["optimizer.name=adamw-8bit", *WIDE, "model.num_hidden_layers=2"]
 """Rows of whole blocks, also on two tensor ranks."""
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_weights_are_those_of_torch_alone(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
     ranks, settings = SPLITS[split]
@@ -62,27 +59,25 @@ def test_8_bit_resumes_bit_by_bit_and_continues_on_other_ranks(workers: Workers,
     assert [m.loss for m in alone] == pytest.approx([m.loss for m in again], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
 @pytest.mark.parametrize("split", ["3 ranks", "replicas", "expert and tensor parallel"])
-def test_runs_resume_bit_by_bit(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
+def test_runs_of_muon_resume_bit_by_bit(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
     ranks, settings = SPLITS[split]
-    settings = [*settings, f"optimizer.name={name}", "batch.tokens_per_rank=1000"]
+    settings = [*settings, "optimizer.name=muon", "batch.tokens_per_rank=1000"]
     whole = workers.run(train, ranks, store, tmp_path / "whole", settings, 3)[0]
     workers.run(train_then_save, ranks, store, tmp_path / "saved", settings, 1)
     again = workers.run(train, ranks, store, tmp_path / "saved", settings, 2, True)[0]
     assert [(m.step, m.loss, m.grad_norm) for m in again] == [(m.step, m.loss, m.grad_norm) for m in whole[1:]]
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_runs_continue_on_other_ranks(workers: Workers, store: Path, tmp_path: Path, name: str) -> None:
-    """The momentum of the checkpoint, or its means, are those of whole matrices."""
-    settings = [f"optimizer.name={name}", "batch.tokens_per_rank=1500"]
+def test_runs_of_muon_continue_on_other_ranks(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """The momentum of the checkpoint is that of whole matrices."""
+    settings = ["optimizer.name=muon", "batch.tokens_per_rank=1500"]
     workers.run(train_then_save, 1, store, tmp_path, settings, 2)
     alone, split = (workers.run(train, ranks, store, tmp_path, settings, 2, True)[0] for ranks in (1, 3))
     assert [m.loss for m in split] == pytest.approx([m.loss for m in alone], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("split", ["1 rank", "experts"])
 def test_memory_of_the_state_is_foretold(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
     settings = [*SPLITS[split][1], f"optimizer.name={name}", "batch.tokens_per_rank=1500"]
@@ -142,7 +137,7 @@ def test_a_resumed_run_may_change_its_schedule_but_not_its_optimizer(tmp_path: P
         changes_of_optimizer(load(None, ["optimizer.name=muon"]), tmp_path, resumes=False)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("split", ["3 ranks", "pipeline", "tensor"])
 def test_groups_have_their_own_rates_and_decay(workers: Workers, store: Path, tmp_path: Path, split: str, name: str) -> None:
     ranks, settings = SPLITS[split]
@@ -160,48 +155,3 @@ def test_groups_are_checked_before_anything_starts() -> None:
     unused = load(None, ["model.vocab_size=300", "optimizer.groups=[{match: norm}, {match: input_layernorm}]"])
     with pytest.raises(UserError, match="has match input_layernorm, which no trained parameter has"):
         check_groups(unused, unused.model_source())
-
-
-@pytest.mark.parametrize("shape", [(6, 5), (7,), (4, 6, 5), (8, 1, 3)])
-@pytest.mark.parametrize("experts", [False, True])
-def test_adafactor_of_any_shape(shape: tuple[int, ...], experts: bool) -> None:
-    """Of three dimensions torch takes means of each matrix and norms of all; of experts each is a parameter by itself."""
-    given, rates_of_steps = torch.randn(shape), [0.05, 0.02, 0.5]
-    stacked = shape[0] if experts and len(shape) == 3 else 2 if experts and len(shape) == 2 else 1
-    ours, theirs = nn.Parameter(given.clone()), [nn.Parameter(part.clone()) for part in given.chunk(stacked)]
-    groups = [{"params": [ours], "weight_decay": 0.2}]
-    made = Adafactor(groups, {ours: stacked} if stacked > 1 else {}, None, torch.device("cpu"), 0.1)
-    torchs = torch.optim.Adafactor(theirs, weight_decay=0.2)
-    for scale, rate in enumerate(rates_of_steps):
-        gradient = torch.randn(shape) * 10.0**scale
-        ours.grad = gradient.clone()
-        for part, parameter in zip(gradient.chunk(stacked), theirs, strict=True):
-            parameter.grad = part.clone()
-        made.param_groups[0]["lr"] = torchs.param_groups[0]["lr"] = rate
-        made.step()
-        torchs.step()
-    torch.testing.assert_close(ours.detach(), torch.cat([part.detach() for part in theirs]), rtol=1e-5, atol=1e-6)
-
-
-def test_adafactor_leaves_parameters_without_a_gradient_as_they_are() -> None:
-    given, gradients = torch.randn(2, 6, 5), torch.randn(3, 6, 5)
-    ours, theirs = ([nn.Parameter(each.clone()) for each in given] for _ in range(2))
-    made = Adafactor([{"params": ours, "weight_decay": 0.2}], {}, None, torch.device("cpu"), 0.1)
-    torchs = torch.optim.Adafactor(theirs, lr=0.1, weight_decay=0.2)
-    for step, gradient in enumerate(gradients):
-        for first, second in (ours, theirs):
-            first.grad, second.grad = gradient.clone(), gradient.clone() if step == 2 else None
-        made.step()
-        torchs.step()
-        assert torch.equal(ours[1], given[1]) == (step < 2)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-def test_adafactor_takes_less_memory() -> None:
-    configs = {name: load(None, ["model.preset=llama-3.2-1b", f"optimizer.name={name}"]) for name in ("adamw", "adafactor")}
-    spec, load_ = configs["adamw"].model_source(32_000).spec, Load(1024, 0, 0, 0, 0, 1)
-    adamw, ours = (RankMemory(spec, config, 8, load_, True, 0).fixed.optimizer for config in configs.values())
-    assert ours < 0.02 * adamw
-    alone = RankMemory(spec, configs["adafactor"], 1, load_, True, 0).fixed.optimizer
-    assert alone == ours, "each rank has all of it"

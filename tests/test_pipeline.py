@@ -2,23 +2,18 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from longctx.config import load
-from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.parallel.pipeline import PipelineRun
 from longctx.planning.cost.work import split_layers
-from longctx.planning.pipeline import Pipeline
 from longctx.training.metrics import StepMetrics
 from longctx.training.objectives.objective import StepWeights
 from longctx.training.passes import Passes
 from tests import training_cases
-from tests.training_cases import train, zero_bubble
+from tests.training_cases import train
 from tests.workers import Workers
 
 LAYERS = "model.num_hidden_layers=4"
@@ -30,20 +25,19 @@ def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [LAYERS], 3)[0]
 
 
-def pipeline(ranks: int, schedule: str, chunks: int = 1) -> list[str]:
-    sizes = [f"parallel.pipeline_parallel_size={ranks}", f"parallel.pipeline_chunks={chunks}"]
-    return [LAYERS, *sizes, f"parallel.pipeline_schedule={schedule}"]
+def pipeline(ranks: int, chunks: int = 1) -> list[str]:
+    return [LAYERS, f"parallel.pipeline_parallel_size={ranks}", f"parallel.pipeline_chunks={chunks}"]
 
 
 HALF, STATIC = "batch.tokens_per_rank=750", ["context.mode=static", "context.degree=2"]
-INTERLEAVED = pipeline(2, "interleaved", 2)
+INTERLEAVED = pipeline(2, 2)
 
 
 @pytest.mark.slow
 def test_untied_embeddings_at_the_ends_of_four_stages(workers: Workers, store: Path, tmp_path: Path) -> None:
     untied = "model.tie_word_embeddings=false"
     alone = workers.run(train, 1, store, tmp_path / "alone", [LAYERS, untied], 5)[0]
-    split = workers.run(train, 4, store, tmp_path / "split", [*pipeline(4, "1f1b"), untied], 5)[0]
+    split = workers.run(train, 4, store, tmp_path / "split", [*pipeline(4), untied], 5)[0]
     assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone], rel=1e-5)
     assert [metrics.grad_norm for metrics in split] == pytest.approx([metrics.grad_norm for metrics in alone], rel=1e-4)
 
@@ -54,12 +48,10 @@ TENSOR = "parallel.tensor_parallel_size=2"
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        ((2, pipeline(2, "1f1b")), (1, [LAYERS])),
+        ((2, pipeline(2)), (1, [LAYERS])),
         ((1, [LAYERS]), (2, INTERLEAVED)),
-        ((3, [LAYERS, "batch.tokens_per_rank=500"]), (4, [*pipeline(2, "1f1b"), TENSOR])),
-        pytest.param(
-            (6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]), (4, [*pipeline(2, "1f1b"), HALF]), marks=pytest.mark.slow
-        ),
+        ((3, [LAYERS, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), TENSOR])),
+        pytest.param((6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), HALF]), marks=pytest.mark.slow),
     ],
     ids=["from a pipeline", "into an interleaved one", "into one with tensor ranks", "from tensor ranks"],
 )
@@ -81,27 +73,24 @@ def test_resume_under_another_split(
 
 def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path, tmp_path: Path) -> None:
     """Not for all micro-batches of a step: hidden states and gradients of two, and one message that is still being sent."""
-    settings = [*pipeline(2, "1f1b"), "batch.tokens_per_rank=1500", "batch.global_tokens=20000"]
+    settings = [*pipeline(2), "batch.tokens_per_rank=1500", "batch.global_tokens=20000"]
     for micro_batches, most in workers.run(training_cases.buffers_of_a_pipeline, 2, store, tmp_path, settings):
         assert micro_batches > 8
         assert most <= 5
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
-def test_blocks_are_resharded_after_their_backward(
-    workers: Workers, store: Path, tmp_path: Path, schedule: str, chunks: int
-) -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_blocks_are_resharded_after_their_backward(workers: Workers, store: Path, tmp_path: Path, chunks: int) -> None:
     """As without a pipeline, if the settings say so; otherwise all weights of a rank stay gathered for the step."""
     for when, expected in (("block", 0), ("step", 2)):
-        settings = [*pipeline(2, schedule, chunks), HALF, *STATIC, f"parallel.reshard_after={when}"]
+        settings = [*pipeline(2, chunks), HALF, *STATIC, f"parallel.reshard_after={when}"]
         for gathered in workers.run(training_cases.gathered_blocks_in_a_pipeline, 4, store, tmp_path / when, settings):
             assert len(gathered) > 2
             assert max(gathered) == expected
 
 
-@zero_bubble
-def test_zero_bubble_adds_up_gradients_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
-    settings = [*pipeline(2, "zero-bubble", 2), "parallel.reshard_after=step", "batch.global_tokens=12000"]
+def test_gradients_are_added_up_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
+    settings = [*pipeline(2, 2), "parallel.reshard_after=step", "batch.global_tokens=12000"]
     settings.append("train.dtype=bfloat16")
     for unsummed in workers.run(training_cases.unsummed_gradients_in_a_pipeline, 2, store, tmp_path, settings):
         assert len(unsummed) >= 8
@@ -110,9 +99,9 @@ def test_zero_bubble_adds_up_gradients_in_float32(workers: Workers, store: Path,
 
 def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
-    mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=SimpleNamespace(logit_softcap=0.0))
-    balance, multi_token = SimpleNamespace(documents=lambda *_: None), SimpleNamespace(later=lambda *_: None)
-    passes = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance, multi_token=multi_token)
+    mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=None)
+    balance = SimpleNamespace(documents=lambda *_: None)
+    passes = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance)
     batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))
     given = Passes.inputs(passes, batch, StepWeights(1.0), 0)
     assert len(given.tokens) == len(given.positions) == 0
@@ -131,16 +120,9 @@ def test_stages_by_cost() -> None:
         assert [layer for stage in layers for layer in stage] == list(range(16))
 
 
-def test_a_torch_without_zero_bubble_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
-    mesh: Any = SimpleNamespace(pipeline=object())
-    with pytest.raises(UserError, match=r"torch 2.11.0\+cpu cannot .*: install torch 2.13, or use schedule 1f1b"):
-        PipelineRun(None, [], Pipeline(2, 1, "zero-bubble"), mesh, 1, torch.float32)  # type: ignore[arg-type]  # not reached
-
-
 def test_a_rank_that_fails(workers: Workers, store: Path, tmp_path: Path) -> None:
     """The other ranks end within the timeout, with an error that names step, micro-batch, stage and layer."""
-    settings = [*pipeline(2, "1f1b"), HALF, *STATIC]
+    settings = [*pipeline(2), HALF, *STATIC]
     with pytest.raises(AssertionError) as caught:
         workers.run(training_cases.with_rank_1_failing, 4, store, tmp_path, "dies", settings)
     assert "rank 0: step 2, micro-batch 0, stage 0, forward pass, attention last in layer 1, forward pass" in str(caught.value)

@@ -28,7 +28,6 @@ from longctx.planning.layout import Layout, Placement
 from longctx.planning.pipeline import Pipeline
 from tests.marks import examples
 from tests.test_exchange_order import Batch, left_over
-from tests.training_cases import zero_bubble
 
 ROWS = 6
 """Rows of hidden states in every message between stages."""
@@ -232,10 +231,9 @@ class Run:
 
 
 @st.composite
-def runs(draw: st.DrawFn, schedule: str) -> Run:
-    chunked = schedule in ("interleaved", "zero-bubble")
-    chunks = draw(st.integers(1 + (schedule == "interleaved"), 3)) if chunked else 1
-    pipeline, domain = Pipeline(draw(st.integers(2, 4)), chunks, schedule), draw(st.integers(1, 2))
+def runs(draw: st.DrawFn, chunked: bool) -> Run:
+    chunks = draw(st.integers(2, 3)) if chunked else 1
+    pipeline, domain = Pipeline(draw(st.integers(2, 4)), chunks), draw(st.integers(1, 2))
     assert pipeline.problem is None
 
     def micro_batch() -> tuple[tuple[int, ...], tuple[Placement, ...]]:
@@ -279,16 +277,16 @@ def numbered(log: list[Post], communicator: Communicator) -> list[set[Any]]:
     return posts
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", pytest.param("zero-bubble", marks=zero_bubble)])
+@pytest.mark.parametrize("chunked", [False, True])
 @given(data=st.data())
 @settings(max_examples=examples(12), deadline=None)
-def test_messages_of_pipelines_meet(data: st.DataObject, schedule: str) -> None:
+def test_messages_of_pipelines_meet(data: st.DataObject, chunked: bool) -> None:
     """Of training and validation, one after the other, with ring attention inside the stages.
 
     Even if a rank posts only when all that it has posted before has ended, on all communicators: then no limit of streams or of
     a GPU, and no connection that is made when both ends first use it, can stop the ranks.
     """
-    run = data.draw(runs(schedule))
+    run = data.draw(runs(chunked))
     logs = [run.log(rank) for rank in range(run.pipeline.ranks * run.domain)]
     for communicator in COMMUNICATORS.values():
         assert mismatched(logs, communicator) == []
@@ -300,7 +298,7 @@ def test_messages_of_pipelines_meet(data: st.DataObject, schedule: str) -> None:
 def test_validation_keeps_two_sent_tensors(chunks: int) -> None:
     """However many micro-batches it has: the others have arrived."""
     micro_batches = (((3,), (Placement(0, 0, 1),)),) * 9
-    run = Run(Pipeline(3, chunks, "interleaved" if chunks > 1 else "1f1b"), 1, ((False, micro_batches),))
+    run = Run(Pipeline(3, chunks), 1, ((False, micro_batches),))
     recorders = [run.recorded(rank) for rank in range(3)]
     assert [len(recorder.sent) for recorder in recorders] == [9 * chunks, 9 * chunks, 9 * (chunks - 1)]
     assert all(recorder.most <= 2 for recorder in recorders)

@@ -236,15 +236,15 @@ def test_bins_hold_what_only_an_odd_degree_can(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_plan_in_a_pipeline(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline = ["--pipeline-ranks", "4", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "2"]
+    pipeline = ["--pipeline-ranks", "4", "--pipeline-chunks", "2"]
     assert plan(lengths, *pipeline) == 0
-    assert "pipeline of 4 ranks × 2 chunks, interleaved   bubble " in capsys.readouterr().out
+    assert "pipeline of 4 ranks × 2 chunks   bubble " in capsys.readouterr().out
     assert plan(lengths, *pipeline, "--json") == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["pipeline"] == asdict(Pipeline(4, 2, "interleaved"))
+    assert made["pipeline"] == asdict(Pipeline(4, 2))
     assert made["bubble_share"] > 0
-    assert plan(lengths, "--pipeline-ranks", "4", "--pipeline-chunks", "2") == 2
-    assert "schedule 1f1b runs one stage per rank; use 1 chunk, or choose schedule" in capsys.readouterr().err
+    assert plan(lengths, "--pipeline-chunks", "2") == 2
+    assert "several chunks need a pipeline of 2 or more ranks; use 1 chunk, or 2 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "8192", "8192:x", "a:1", "1:1,1:2", "-4:1"])

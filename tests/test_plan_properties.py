@@ -125,7 +125,7 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 @given(
     requests(),
     profiles(),
-    st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]),
+    st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2)]),
     image_works(),
     part_costs(),
 )

@@ -23,9 +23,9 @@ PIPELINES = (
     Pipeline(),
     Pipeline(),
     Pipeline(2),
-    Pipeline(3, 1, "gpipe"),
-    Pipeline(2, 2, "interleaved"),
-    Pipeline(4, 2, "zero-bubble"),
+    Pipeline(3),
+    Pipeline(2, 2),
+    Pipeline(4, 2),
 )
 PROFILES = ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib")
 

@@ -156,7 +156,7 @@ def megatron_tflops(row: Row, share: float) -> float:
         inter_node_bytes_per_s=20e9,
         launch_s=0.0,
     )
-    schedule = Pipeline(stages, CHUNKS[stages], "interleaved") if stages > 1 else NO_PIPELINE
+    schedule = Pipeline(stages, CHUNKS[stages]) if stages > 1 else NO_PIPELINE
     split = Split(tensor, schedule, gpus // tensor // stages, "full", "step", "step", SEQUENCE)
     shape = megatron_shape(row)
     ours = profile_of(Machine(profile, known, A100_PEAK, 80 * 10**9), shape.spec, split)

@@ -74,35 +74,6 @@ def test_resume_of_sizes_that_are_not_divisible(
         assert_equal(workers.run(train, ranks, store, run, [*settings, *other], 2, True)[0], alone_odd[1:])
 
 
-GPT = [
-    *("model.preset=tiny-gpt", "model.hidden_size=36", "model.head_dim=9", "model.intermediate_size=67"),
-    *("model.num_key_value_heads=4", "model.max_position_embeddings=1501"),
-]
-"""LayerNorm, learned positions and biases, of sizes that are not divisible."""
-
-
-@pytest.fixture(scope="module")
-def alone_gpt(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
-    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone-gpt"), GPT, 2)[0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        pytest.param(1, ["train.compile=true"], marks=pytest.mark.slow),
-        (3, ["batch.tokens_per_rank=500", "train.recompute=norms", "train.mlp_tile_tokens=100"]),
-        pytest.param(4, [TWO, "batch.tokens_per_rank=750", "train.recompute=selective"], marks=pytest.mark.slow),
-        pytest.param(4, [FOUR], marks=pytest.mark.slow),
-        (4, [TWO, PIPELINE, "train.recompute=mlp"]),
-        pytest.param(4, [PIPELINE, "batch.tokens_per_rank=750", "train.recompute=full"], marks=pytest.mark.slow),
-    ],
-)
-def test_gpt(
-    workers: Workers, store: Path, alone_gpt: list[StepMetrics], tmp_path: Path, ranks: int, settings: list[str]
-) -> None:
-    assert_equal(workers.run(train, ranks, store, tmp_path, [*GPT, *settings], 2)[0], alone_gpt)
-
-
 def test_tokens_are_counted_once(workers: Workers, store: Path, tmp_path: Path) -> None:
     for metrics in workers.run(train, 2, store, tmp_path, [TWO], 1)[0]:
         padding = metrics.tokens % 2

@@ -307,8 +307,6 @@ def test_what_cannot_be_exact_is_refused() -> None:
     documents: Any = [list(range(length)) for length in plan.lengths]
     with pytest.raises(PackingError, match="has 1 trees, in which a token may have several next ones, but shift is True"):
         pack_documents(plan, 0, documents)
-    with pytest.raises(PackingError, match="and ahead 1: pack what merge_prefixes returns"):
-        pack_documents(plan, 0, documents, shift=False, ahead=1)
     with pytest.raises(PackingError, match="has 1 trees, which encoder-decoders cannot read"):
         pack_seq2seq(plan, 0, documents, documents, start_token=0)
     with pytest.raises(UserError, match="has 1 trees, but losses of experts count every sequence"):

@@ -88,17 +88,17 @@ def test_numbers_of_ranks_become_one_number() -> None:
     plan = make_plan([100, 50], ranks=2, tokens_per_rank=200, profile=HardwareProfile.load("h100-nvlink-ib"))
     batch = StepBatch(1, plan, ("a", "b"), 150, 148, ())
     names = ("bubble_share", "data_wait_s", "peak_memory_bytes", "attention_s", "exchange_wait_s", "bubble_s", "optimizer_s")
-    names += ("loss", "rows", "expert_layers", "expert_imbalance", "unused_experts", "document_loss", "z_loss", "mtp_loss")
+    names += ("loss", "rows", "expert_layers", "expert_imbalance", "unused_experts", "document_loss", "z_loss")
     ranks = {name: torch.tensor([1.0, 3.0], dtype=torch.float64) for name in names}
     step = StepMetrics.of(batch, ranks, 20.0, grad_norm=1.0, lr=0.1, mfu=None)
-    assert (step.loss, step.mtp_loss) == (4, 4), "parts of a sum"
+    assert step.loss == 4, "parts of a sum"
     assert step.attention_s == step.exchange_wait_s == step.bubble_s == step.optimizer_s == step.bubble_share == 2, "means"
     assert (step.data_wait_s, step.peak_memory_bytes) == (3, 3), "the slowest and the fullest rank"
     assert step.expert_imbalance == step.unused_experts == step.document_loss == step.z_loss == 1, "means over layers"
     assert step.rest_s == 20 - 4 * 2 - 2 and step.padding_share == (4 - 150) / 4
-    none = {**ranks, **{name: torch.zeros(2, dtype=torch.float64) for name in ("expert_layers", "document_loss", "mtp_loss")}}
+    none = {**ranks, **{name: torch.zeros(2, dtype=torch.float64) for name in ("expert_layers", "document_loss")}}
     step = StepMetrics.of(batch, none, 20.0, grad_norm=1.0, lr=0.1, mfu=None)
-    assert step.expert_imbalance is None and step.document_loss is None and step.mtp_loss is None
+    assert step.expert_imbalance is None and step.document_loss is None
     tags = step.scalars()
     assert {
         "time/attention_s",

@@ -37,7 +37,7 @@ SPLITS = {
     "a pipeline in chunks": (
         2,
         [
-            *("parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2", "parallel.pipeline_schedule=interleaved"),
+            *("parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2"),
             *("model.num_hidden_layers=4", "batch.tokens_per_rank=1500"),
         ],
     ),

@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the weights (default: that of the checkpoint the run started from; float32 for new weights)",
     )
     parser.add_argument("--merge", action="store_true", help="LoRA: write the whole model with merged adapters")
-    parser.add_argument("--last", action="store_true", help="write the weights of the step, of a run that also averages them")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a transformers checkpoint")
     parser.epilog = (
         "Runs in one process, whatever the number of processes of the run, and reads one block at a time. Then:\n\n"
@@ -44,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=dtype,
         overwrite=arguments.overwrite,
         merge=arguments.merge,
-        last=arguments.last,
     )
     print(exported.said, how_to_load(arguments.out), sep="\n")
     return 0

@@ -17,7 +17,7 @@ from longctx.commands.lengths import (
 )
 from longctx.commands.output import check_picture
 from longctx.model.presets import PRESETS
-from longctx.planning.pipeline import SCHEDULES, Pipeline
+from longctx.planning.pipeline import Pipeline
 from longctx.planning.plan import MODES
 from longctx.units import whole_number
 
@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "slowest pipeline rank; any other profile must describe the layers of one pipeline rank.",
     )
     pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that the layers are split over")
-    pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
     pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="pipeline stages per rank")
     add_step_options(parser)
     output = parser.add_argument_group("output")
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.run_profile import preset_profile
 
     check_picture(arguments.png)
-    pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks, arguments.pipeline_schedule)
+    pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
     step = _step(arguments)
     planned = preset_profile(arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank)

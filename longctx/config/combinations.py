@@ -130,7 +130,6 @@ FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
     "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
-    "multi-token prediction": ("model.num_nextn_predict_layers", lambda config, spec: spec.predictions),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.state_size for layer in spec.layers)),
 }
 """What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
@@ -139,12 +138,8 @@ NEW_MODEL = Where("model.from_pretrained is null", (f"model.from_pretrained={A_C
 CHECKPOINT = Where("model.from_pretrained is not null", ("model.from_pretrained=null",))
 LORA = Where("lora.rank is not null", ("lora.rank=null",))
 NO_LORA = Where("lora.rank is null", ("lora.rank=8",))
-PREDICTIONS = Where("multi-token prediction > 0", ("model.num_nextn_predict_layers=0",))
 TENSOR = Where("parallel.tensor_parallel_size > 1", ("parallel.tensor_parallel_size=1",))
 PIPELINE = Where("parallel.pipeline_parallel_size > 1", ("parallel.pipeline_parallel_size=1",))
-ZERO_BUBBLE = Where(
-    "parallel.pipeline_schedule is zero-bubble and parallel.pipeline_parallel_size > 1", ("parallel.pipeline_schedule=1f1b",)
-)
 EXPERTS = Where("the number of experts > 0")
 NO_EXPERTS = Where("the number of experts is 0")
 NEW_WITHOUT_EXPERTS = Where("the number of experts is 0 and model.from_pretrained is null", ("model.num_experts=8",))
@@ -178,9 +173,6 @@ def _objectives() -> Iterator[Row]:
     yield Row("train.freeze is not null", LORA, "all weights but the adapters are frozen already")
     for setting in SPLIT:
         yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
-    no_predictions = Where("multi-token prediction is 0", ("model.num_nextn_predict_layers=1",))
-    yield Row("train.mtp_loss is not 0.1", no_predictions, "it has no effect")
-    yield Row("parallel.pipeline_parallel_size > 1", PREDICTIONS, "the last stage would need the embedding of the first")
 
 
 def _data() -> Iterator[Row]:
@@ -205,7 +197,6 @@ def _data() -> Iterator[Row]:
 
 def _merging() -> Iterator[Row]:
     merged = "data.merge_prefixes is true"
-    yield Row(merged, PREDICTIONS, "a token in common has several later tokens")
     by_default = "balance.bias_rate is null and the bias of the router is true and model.from_pretrained is null"
     for condition, name in [*((f"{name} > 0", name) for name in BALANCE), (by_default, "balance.bias_rate")]:
         yield Row(merged, Where(condition, (f"{name}=0.0",)), "it goes by the tokens of every document")
@@ -220,11 +211,6 @@ def _parallelism() -> Iterator[Row]:
     yield Row("context.kernel is cpu", Where("train.device is cuda"), "this kernel runs on a CPU")
     yield Row("context.kernel is flash", Where("train.device is cpu"), "this kernel runs on GPUs")
     yield Row("parallel.reduce_after is micro_batch", PIPELINE, "a pipeline reduces gradients once per step")
-    later = "weight gradients are computed after the block's backward, when its weights are resharded"
-    yield Row("parallel.reshard_after is block", ZERO_BUBBLE, later, "step")
-    yield Row("train.recompute is not none", ZERO_BUBBLE, "backward runs in two parts, and would recompute the block in each")
-    yield Row("train.mlp_tile_tokens is not null", ZERO_BUBBLE, "backward runs in two parts, and would recompute tiles in each")
-    yield Row("train.compile is true", ZERO_BUBBLE, "backward runs in two parts, which compiled blocks do not support")
     yield Row("train.compile is true", TENSOR, "torch.compile cannot trace it with a varying number of tokens")
     yield Row("train.mlp_tile_tokens is not null", TENSOR, "the output of the whole MLP is scattered over its ranks")
 
@@ -252,9 +238,6 @@ def _experts() -> Iterator[Row]:
 def _optimizers() -> Iterator[Row]:
     not_muon = Where("optimizer.name is not muon", ("optimizer.name=muon",))
     yield Row("optimizer.momentum is not 0.95", not_muon, "it has no effect")
-    adafactor = Where("optimizer.name is adafactor", ("optimizer.name=adamw",))
-    yield Row("optimizer.betas is not [0.9, 0.95]", adafactor, "it has no effect")
-    yield Row("optimizer.eps is not 1.0e-08", adafactor, "it has no effect")
     not_wsd = Where("optimizer.schedule is not wsd", ("optimizer.schedule=wsd",))
     for setting in ("optimizer.decay_share is not 0.2", "optimizer.decay_shape is not linear"):
         yield Row(setting, not_wsd, "it has no effect")
@@ -273,7 +256,6 @@ def _speed() -> Iterator[Row]:
     float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
     yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")
     yield Row("train.float8 is not null", TENSOR, "each rank would scale its part of a tensor differently")
-    yield Row("train.float8 is not null", ZERO_BUBBLE, "torchao's layers cannot compute weight gradients later")
     yield Row("train.float8 is not null", LORA, "base weights are frozen")
     whole_blocks = Where("train.recompute is none", ("train.recompute=selective",))
     yield Row("train.offload_activations is true", whole_blocks, "only inputs of recomputed blocks are offloaded")

@@ -137,8 +137,7 @@ def _shares(config: Config) -> Iterator[Problem]:
     """Checks numbers against each other."""
     batch, lora, pipeline = config.batch, config.lora, config.pipeline
     if problem := pipeline.problem:
-        others = ("parallel.pipeline_schedule", "parallel.pipeline_parallel_size")
-        yield Problem("parallel.pipeline_chunks", pipeline.chunks, *problem, others)
+        yield Problem("parallel.pipeline_chunks", pipeline.chunks, *problem, ("parallel.pipeline_parallel_size",))
     if lora.dropout:
         rule = "LoRA dropout is not supported: its random numbers, and so the loss, would depend on how documents are split"
         yield Problem("lora.dropout", lora.dropout, rule, "omit it")
@@ -174,8 +173,7 @@ def _layers(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         if most == 0:
             fix = f"set it to {max(1, layers // chunks)} or less, or use a model with more layers"
         else:
-            alone = most == 1 and pipeline.schedule == "interleaved"
-            fix = f"set parallel.pipeline_chunks to {most}" + (", with schedule 1f1b" if alone else "")
+            fix = f"set parallel.pipeline_chunks to {most}"
         rule = f"{ranks} ranks with {chunks} stages each need at least {ranks * chunks} layers, but the model has {layers}"
         others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
         yield Problem("parallel.pipeline_parallel_size", ranks, rule, fix, others)

@@ -81,7 +81,7 @@ class Config(BaseModel):
     def pipeline(self) -> Pipeline:
         """Pipeline that micro-batches run through; one stage without pipeline parallelism."""
         parallel = self.parallel
-        return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
+        return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks)
 
     @property
     def schedule_steps(self) -> int:
@@ -110,9 +110,7 @@ class Config(BaseModel):
             return False
         if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
             return False
-        zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
-        splits_blocks = self.parallel.tensor_parallel_size > 1 or zero_bubble
-        return not splits_blocks and self.train.mlp_tile_tokens is None
+        return self.parallel.tensor_parallel_size == 1 and self.train.mlp_tile_tokens is None
 
     def domain(self, world_size: int) -> int:
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""

@@ -11,7 +11,6 @@ from longctx.model.options import Lora
 from longctx.model.presets import PRESETS, RENAMED, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
-from longctx.planning.pipeline import Schedule
 from longctx.planning.plan import Mode
 
 LARGEST = MOST_TOKENS
@@ -241,12 +240,8 @@ class ParallelSection(Section):
     """tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads"""
     pipeline_parallel_size: Ranks = 1
     """pipeline parallel size: ranks that the layers are split over"""
-    pipeline_schedule: Schedule = "1f1b"
-    """pipeline schedule; gpipe: all forward passes, then all backward; 1f1b: forward and backward alternate, with the fewest
-    activations in memory; interleaved: 1f1b with several stages per rank, for a smaller bubble; zero-bubble: weight gradients
-    are computed while a rank would wait"""
     pipeline_chunks: Ranks = 1
-    """pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble"""
+    """pipeline stages per rank; with several, whose forward and backward passes are interleaved, the bubble is smaller"""
     expert_parallel_size: Ranks = 1
     """expert parallel size: consecutive ranks of the domain that the experts of a mixture are split over, in addition to tensor
     parallel ranks; tokens travel to their experts"""
@@ -295,7 +290,7 @@ class TrainSection(Section):
     capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)"""
     compile: bool | None = None
     """compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not with tensor
-    parallelism, schedule zero-bubble or lora.dora, which cannot be compiled, nor with mlp_tile_tokens)"""
+    parallelism or lora.dora, which cannot be compiled, nor with mlp_tile_tokens)"""
     recompute: Recompute = "none"
     """activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, RoPE and
     activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but attention; full:
@@ -310,9 +305,6 @@ class TrainSection(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what a loss or gradient that is not finite does: stop the run, or skip the update, naming the documents; a fourth such
     step in a row stops the run"""
-    mtp_loss: float = Field(0.1, gt=0)
-    """factor of the loss of multi-token prediction, the mean over model.num_nextn_predict_layers blocks; 0.3, then 0.1 in
-    DeepSeek-V3"""
     fit_memory: bool | None = None
     """use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv says otherwise,
     and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange rounds, resharding and
@@ -341,12 +333,10 @@ class ParameterGroup(Section):
 class OptimizerSection(Section):
     """optimizer, and the schedule of its learning rate, which begins with a linear warm-up"""
 
-    name: Literal["adamw", "muon", "adamw-8bit", "adafactor"] = "adamw"
+    name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
     """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
     and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by torchao (extra
-    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256; adafactor: of a
-    matrix it keeps means by row and column only, as torch.optim.Adafactor; a step is learning_rate (from the schedule, at most
-    1 / √step) times the RMS of the parameter, so that rates are larger than AdamW's: torch's default is 0.01"""
+    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate; with lora.rank 2e-4 by default"""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
@@ -376,9 +366,6 @@ class OptimizerSection(Section):
     """added to the square root of AdamW's second moment"""
     momentum: Beta = 0.95
     """decay rate of Muon's momentum"""
-    ema_decay: float | None = Field(None, gt=0, lt=1)
-    """keep an exponential moving average of the trained weights, with this decay per step; it is what is validated and exported
-    (null: no average)"""
     clip_grad_norm: float | None = Field(1.0, gt=0)
     """maximum norm of the gradient (null: no clipping)"""
 

@@ -60,7 +60,7 @@ class BlockMemory:
     def __init__(self, spec: ModelSpec, config: Config, layer: LayerSpec, load: Load, fused: bool) -> None:
         self.layer, self.train, self.tokens = layer, config.train, load.tokens
         self.split, self.number = config.parallel.tensor_parallel_size, ELEMENT_BYTES[config.dtype]
-        self.whole_norms = fused or spec.layer_norm
+        self.whole_norms = fused
         self.stream = self._size(spec.hidden_size)
         self.normed = self.stream * self.split
         self.norm_bytes = self.number if self.whole_norms else FLOAT32 if spec.adapted else 2 * FLOAT32
@@ -124,25 +124,23 @@ class BlockMemory:
 
     def _mlp(self) -> Iterator[Entry]:
         tiled = self.train.mlp_tile_tokens is not None
-        outputs = (self.layer.mlp_matrices - 1) * (self.mlp - self.turn if tiled else self.mlp)
+        outputs = 2 * (self.mlp - self.turn if tiled else self.mlp)
         yield Entry("mlp", "input of the norm", self.norm, NONE)
         yield Entry("mlp", "output of the norm", self.normed, NONE)
         yield Entry("mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES)
         yield Entry("mlp", "activations, and their products with a gate", outputs, NONE)
-        yield Entry("mlp", "further norms", self._size(self.layer.mlp_norms, self.norm_bytes), NONE)
         yield Entry("mlp", "experts with their adapters", self.layer.adapted_experts * self.number, NONE + MATRICES)
         yield Entry("mlp", "logits and scores of the router", self._size(3 * self.layer.experts, FLOAT32), NONE)
         yield Entry("mlp", "outputs of experts, for the gradients of their weights", self.routed, NONE)
         if not tiled:
             last = self.routed_at_once or self.normed
-            spared = min(last, (3 - self.layer.mlp_matrices) * self.mlp)
             yield Entry("mlp", "rows into experts", self.routed_at_once, NONE)
-            yield Entry("mlp", "output of the last matrix", last, MATRICES, spared)
+            yield Entry("mlp", "output of the last matrix", last, MATRICES)
 
     @property
     def tile(self) -> int:
         """Recomputed in backward for one tile of the MLP, if it is tiled."""
-        whole = 2 * (self.layer.mlp_matrices - 1) * self.turn + self.routed_at_once
+        whole = 4 * self.turn + self.routed_at_once
         return whole if self.train.mlp_tile_tokens else 0
 
     def kept(self, mode: str, part: str | None = None) -> int:

@@ -17,7 +17,7 @@ from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
-from longctx.training.optimizer import state_bytes, whole_state_bytes
+from longctx.training.optimizer import state_bytes
 from longctx.training.optimizers import muon
 
 
@@ -91,7 +91,6 @@ class Weights:
             head is the vocabulary matrix of the last stage, and a part of the root; `trained_tower` of an encoder of images.
         updated: those of whose shards a rank has optimizer state.
         matrices: those of `updated` that are in matrices of blocks.
-        vocabulary_matrices: number of embeddings and heads.
         spared: bytes that quantization saves in a block, compared with the compute dtype.
         largest: the largest parameter, or with adapters an upper bound.
     """
@@ -107,9 +106,9 @@ class Weights:
         self.block = whole - experts + experts // expert_ranks
         embedding = spec.vocabulary_parameters // split
         positions = spec.position_parameters // split if first else 0
-        self.vocabulary_matrices = first + last - (first and last and spec.tie_word_embeddings)
-        self.root = self.vocabulary_matrices * embedding + (spec.norm_parameters if last else 0)
-        self.root += positions + spec.prediction_parameters
+        vocabulary_matrices = first + last - (first and last and spec.tie_word_embeddings)
+        self.root = vocabulary_matrices * embedding + (spec.hidden_size if last else 0)
+        self.root += positions
         tower, adapters = (spec.tower_parameters, spec.tower_adapters) if first else (0, 0)
         self.all = layers * whole + self.root + tower + adapters
         frozen = [(each.frozen_matrices // split + each.frozen_others, each.frozen_experts // split) for each in held]
@@ -173,12 +172,9 @@ class RankMemory:
         self.weights = Weights(spec, config, _mean(held) if spec.encoder_layers else self.layer, held, self.first, self.last)
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
-        # Each block of multi-token prediction keeps the later token's embedding, its norms with their outputs, and the gradient
-        # from a head; the norm before the main head is kept through its backward.
-        predicted = spec.predictions * (3 * self.block.norm + 5 * self.block.stream)
         # An encoder of images keeps its tensors until all blocks are done.
         self.tower = round(self.block.number * spec.tower_values * load.tokens) if self.weights.trained_tower else 0
-        self.activations = self.kept + self.tables + predicted + self.tower
+        self.activations = self.kept + self.tables + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
@@ -192,8 +188,6 @@ class RankMemory:
     def _keep_gradients(self, ranks: int) -> None:
         """Computes what outlives a micro-batch: shards of weights and optimizer state, and gradients of earlier ones."""
         weights, in_pipeline = self.weights, self.config.pipeline.ranks > 1
-        blocks = [self.layer] * self.layers
-        self.whole_state = whole_state_bytes(self.config.optimizer, self.spec, blocks, weights.vocabulary_matrices)
         shards = self.shards = self.config.parallel.shard_ranks or self.config.domain(ranks)
         self.shard = FLOAT32 * weights.updated // shards
         self.fixed = Memory("", pipeline=self.pipeline())
@@ -201,7 +195,7 @@ class RankMemory:
             frozen = self.block.number if self.spec.adapted else FLOAT32
             parameters = FLOAT32 * weights.updated + frozen * (weights.all - weights.updated)
             parameters -= self.layers * weights.spared
-            optimizer = state_bytes(self.config.optimizer, weights.updated, weights.matrices) // shards + self.whole_state
+            optimizer = state_bytes(self.config.optimizer, weights.updated, weights.matrices) // shards
             self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1
@@ -223,9 +217,8 @@ class RankMemory:
             return 0
         runs = pipeline.runs(self.load.micro_batches)
         later = pipeline.ranks - 1 - self.pipeline_rank
-        warm_up = {"gpipe": float(runs), "1f1b": later + 1.0}.get(
-            pipeline.schedule, (2 * later + (pipeline.chunks - 1) * pipeline.ranks) / pipeline.chunks + 1
-        )
+        chunked = (2 * later + (pipeline.chunks - 1) * pipeline.ranks) / pipeline.chunks
+        warm_up = 1 + (later if pipeline.chunks == 1 else chunked)
         in_flight = min(float(runs), warm_up)
         # Hidden states stay until backward; gradients are consumed on arrival.
         messages = in_flight * (pipeline.chunks - int(self.first)) + pipeline.chunks - int(self.last)
@@ -241,9 +234,8 @@ class RankMemory:
         yield self._end_of_backward()
         in_host_memory = self.fused and self.config.train.offload_optimizer
         # Without fused operations, the optimizer needs two temporaries of the largest parameter's size.
-        fused = self.fused and self.config.optimizer.name not in ("adamw-8bit", "adafactor")
+        fused = self.fused and self.config.optimizer.name != "adamw-8bit"
         working = 0 if fused else 2 * FLOAT32 * self.weights.largest
-        working += 3 * self.whole_state  # sums of squares, in parts, together and by parameter
         if self.config.optimizer.name == "muon":
             working = max(working, muon.working_bytes(self.layer, self.weights.matrices // self.shards))
         yield replace(self.fixed, moment="optimizer", gradients=0 if in_host_memory else self.shard, working=working)
@@ -354,9 +346,6 @@ class RankMemory:
         compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.block.number < FLOAT32
         numbers = min(tokens_at_once(compiled), self.block.tokens) * self.spec.vocab_size // self.split
         with_gradient = 2 * self.block.number * numbers
-        if compiled:
-            chunk = with_gradient
-        else:
-            chunk = (5 if self.spec.logit_softcap else 3) * FLOAT32 * numbers + (with_gradient if rounded else 0)
+        chunk = with_gradient if compiled else 3 * FLOAT32 * numbers + (with_gradient if rounded else 0)
         head = self.block.number * self.weights.trained_head
         return max(chunk, with_gradient + (head if rounded else 0), 2 * head - FLOAT32 * self.weights.trained_head)

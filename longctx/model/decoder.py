@@ -1,9 +1,8 @@
-"""The native decoder for models like Llama (RMSNorm, RoPE, grouped-query attention, a gated MLP) and like GPT-2 (LayerNorm,
-learned positions, a plain MLP, biases).
+"""The native decoder for models like Llama: RMSNorm, RoPE, grouped-query attention, a gated MLP or a mixture of experts.
 
 Plain single-device PyTorch. A sequence is `[tokens, hidden]` without a batch axis: documents follow one another, and only the
 attention callable knows which token belongs to which document. Attention and head are arguments, so the model does not depend
-on rings, shards or losses. Options that a shape does not use (norms of heads, output norms) are modules that do nothing.
+on rings, shards or losses. Norms of heads that a shape does not use are modules that do nothing.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,26 +19,8 @@ from longctx.model.families import expressed
 from longctx.model.family import Family
 from longctx.model.mlp import MLP
 from longctx.model.presets import ModelShape
-from longctx.model.protocol import Attention, AttentionByLayer, Head, Later, StagedModel, generator_of
+from longctx.model.protocol import Attention, AttentionByLayer, Head, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate
-
-
-class OffsetNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(
-            x,
-            self.normalized_shape,
-            (1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))).to(x.dtype),
-            self.eps,
-        )
-
-
-def _norm(shape: ModelShape, size: int) -> nn.RMSNorm | nn.LayerNorm:
-    if shape.norm == "layer":
-        return nn.LayerNorm(size, eps=shape.rms_norm_eps)
-    return (OffsetNorm if shape.norm_offset else nn.RMSNorm)(size, eps=shape.rms_norm_eps)
 
 
 class SelfAttention(nn.Module):
@@ -49,13 +30,12 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, shape.head_dim
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        bias = shape.qkv_bias or shape.linear_bias
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=bias)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=bias)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.linear_bias)
-        self.q_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
-        self.k_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
         def heads(proj: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -73,22 +53,18 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP (or a mixture of experts), each with a norm before it, optionally a norm after it, and a
-    residual connection.
-    """
+    """One layer: attention and MLP (or a mixture of experts), each with a norm before it and a residual connection."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         self.layer, self.is_sparse = layer, shape.has_experts(layer)
-        self.input_layernorm = _norm(shape, shape.hidden_size)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.self_attn = SelfAttention(shape, layer)
-        self.attention_output_norm = _norm(shape, shape.hidden_size) if shape.output_norms else nn.Identity()
-        self.post_attention_layernorm = _norm(shape, shape.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         if shape.has_experts(layer):
             self.moe = SparseMLP(shape)
         else:
             self.mlp = MLP(shape, shape.intermediate_size)
-        self.mlp_output_norm = _norm(shape, shape.hidden_size) if shape.output_norms else nn.Identity()
 
     def forward(
         self,
@@ -98,36 +74,11 @@ class Block(nn.Module):
         attention: Attention,
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
-        x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), cos, sin, attention))
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
         normed = self.post_attention_layernorm(x)
         updated = self.moe(normed, documents) if self.is_sparse else self.mlp(normed)
-        out: torch.Tensor = x + self.mlp_output_norm(updated)
+        out: torch.Tensor = x + updated
         return out
-
-
-class PredictionBlock(Block):
-    """A block for multi-token prediction (DeepSeek-V3, §2.2): hidden states and the embeddings of later tokens → hidden states
-    from which the token after that one is predicted, before and after their norm.
-    """
-
-    def __init__(self, shape: ModelShape, layer: int) -> None:
-        super().__init__(shape, layer)
-        self.enorm, self.hnorm = _norm(shape, shape.hidden_size), _norm(shape, shape.hidden_size)
-        self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.norm = _norm(shape, shape.hidden_size)
-
-    def forward(  # type: ignore[override]  # joins two inputs, and returns two outputs
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: Attention,
-        documents: RowDocuments | None,
-        later: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        joined = self.eh_proj(torch.cat([self.enorm(later), self.hnorm(x)], dim=-1))
-        out = super().forward(joined, cos, sin, attention, documents)
-        return out, self.norm(out)
 
 
 class Embedding(nn.Embedding):
@@ -152,7 +103,7 @@ class Decoder(StagedModel):
     """Embedding, blocks, final norm, head. Parameters are named as in Hugging Face's Llama.
 
     With `layers` it has only these blocks, under their names in the whole model: the first block comes with the embedding, the
-    last with final norm and head. A tied embedding comes with either. Blocks for multi-token prediction follow the last one.
+    last with final norm and head. A tied embedding comes with either.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {
@@ -164,7 +115,6 @@ class Decoder(StagedModel):
         "self_attn.q_norm": "heads",
         "self_attn.k_norm": "heads",
         "self_attn.o_proj": "rows",
-        "attention_output_norm": "residual",
         "post_attention_layernorm": "tokens",
         "mlp": "gather",
         "mlp.gate_proj": "split columns",
@@ -176,11 +126,6 @@ class Decoder(StagedModel):
         "moe.shared_expert.gate_proj": "split columns",
         "moe.shared_expert.up_proj": "split columns",
         "moe.shared_expert.down_proj": "rows",
-        "mlp_output_norm": "residual",
-        "enorm": "residual",
-        "hnorm": "residual",
-        "eh_proj": "residual",
-        "norm": "tokens",
     }
 
     def __init__(self, shape: ModelShape, layers: Collection[int] | None = None) -> None:
@@ -189,7 +134,7 @@ class Decoder(StagedModel):
             raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
         self.shape, self.spec = shape, shape.spec
         self.rope = Rope(
-            shape.rotary_dim,
+            shape.head_dim,
             shape.rope_theta,
             shape.rope_scaling,
             shape.rope_factor,
@@ -199,20 +144,15 @@ class Decoder(StagedModel):
             beta_fast=shape.rope_beta_fast,
             beta_slow=shape.rope_beta_slow,
         )
-        local = shape.rope_local_theta
-        self.local_rope = self.rope if local is None else Rope(shape.rotary_dim, local)
-        held = range(len(self.spec.layers)) if layers is None else layers
+        held = range(shape.num_hidden_layers) if layers is None else layers
         has_head = shape.num_hidden_layers - 1 in held
         if 0 in held or (has_head and shape.tie_word_embeddings):
             self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
-        if 0 in held and shape.max_position_embeddings is not None and shape.learned_positions:
-            self.embed_positions = Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.layers = nn.ModuleList()
         for layer in held:
-            predicts = layer >= shape.num_hidden_layers
-            self.layers.add_module(str(layer), (PredictionBlock if predicts else Block)(shape, layer))
+            self.layers.add_module(str(layer), Block(shape, layer))
         if has_head:
-            self.norm = _norm(shape, shape.hidden_size)
+            self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
             self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
             if shape.tie_word_embeddings:
                 self.lm_head.weight = self.embed_tokens.weight
@@ -220,7 +160,7 @@ class Decoder(StagedModel):
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
         """Draws from a normal with σ = 0.02, times 1/√(2·layers) into the residual stream (GPT-2, §2.3); norms 1, biases 0."""
         if parameter.dim() == 1:
-            return torch.full_like(parameter, 0.0 if name.endswith("bias") or self.shape.norm_offset else 1.0)
+            return torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
         scale = (2 * self.shape.num_hidden_layers) ** -0.5 if into_residual else 1.0
         generator = generator_of(name, seed, parameter.device)
@@ -248,11 +188,6 @@ class Decoder(StagedModel):
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.family.tensors(weights, self.shape.num_experts)
 
-    def groups(self) -> list[list[str]]:
-        """As `Model.groups`, without blocks for multi-token prediction, which transformers' code does not have."""
-        ahead = tuple(f"layers.{layer}." for layer in range(self.shape.num_hidden_layers, len(self.spec.layers)))
-        return [group for group in super().groups() if not group[0].startswith(ahead)]
-
     def routers(self) -> list[RouterWatch]:
         return [module.watch for module in self.layers.modules() if isinstance(module, Router)]
 
@@ -261,10 +196,9 @@ class Decoder(StagedModel):
             if isinstance(module, Router) and self.shape.router_bias:
                 module.expert_bias = torch.zeros(self.shape.num_experts, device=device)
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(tokens)
-        hidden = hidden if self.shape.embedding_scale == 1 else hidden * self.shape.embedding_scale
-        return hidden + self.embed_positions(positions) if self.shape.learned_positions else hidden
+        return hidden
 
     def forward(
         self,
@@ -273,30 +207,9 @@ class Decoder(StagedModel):
         attention: Attention | AttentionByLayer,
         head: Head | None = None,
         documents: RowDocuments | None = None,
-        later: Later | None = None,
     ) -> torch.Tensor:
-        """As `Model.forward`; without a `head`, returns logits [tokens, vocab].
-
-        With `later`, gradients are those of the sum of all heads, and what is returned is the value of `head` alone.
-        """
-        head = self._logits if head is None else head
-        if later is None:
-            return super().forward(tokens, positions, attention, head, documents)
-        x, *ahead = self.embed(torch.cat([tokens.unsqueeze(1), later.tokens], dim=1), positions).unbind(1)
-        blocks = list(self.layers.children())
-        through = self._passes(positions, attention, documents)
-        for block in blocks[: -len(ahead)]:
-            x = through(block, x)
-        out: torch.Tensor = head(self.norm(x), self.lm_head.weight)
-        for block, embedded, later_head in zip(blocks[-len(ahead) :], ahead, later.heads, strict=True):
-            x, normed = through(block, x, embedded)
-            loss = later_head(normed, self.lm_head.weight)
-            out = out + (loss - loss.detach())
-        return out
-
-    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        logits, cap = F.linear(hidden, weight), self.spec.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab]."""
+        return super().forward(tokens, positions, attention, F.linear if head is None else head, documents)
 
     def run(
         self,
@@ -307,23 +220,9 @@ class Decoder(StagedModel):
         head: Head | None,
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
-        through = self._passes(positions, attention, documents)
+        cos, sin = self.rope.tables(positions)
         for block in blocks:
-            if not isinstance(block, PredictionBlock):
-                x = through(block, x)
-        return x if head is None else head(self.norm(x), self.lm_head.weight)
-
-    def _passes(
-        self, positions: torch.Tensor, attention: Attention | AttentionByLayer, documents: RowDocuments | None
-    ) -> Callable[..., Any]:
-        """Returns a function that calls a block with hidden states, and the embeddings of later tokens if it takes them."""
-        whole = self.rope.tables(positions)
-        local = whole if self.local_rope == self.rope else self.local_rope.tables(positions)
-
-        def through(block: nn.Module, x: torch.Tensor, *later: torch.Tensor) -> Any:
             assert isinstance(block, Block)
-            cos, sin = whole if self.spec.layers[block.layer].window is None else local
             each = attention.of_layer(block.layer) if isinstance(attention, AttentionByLayer) else attention
-            return block(x, cos, sin, each, *[documents] * (block.is_sparse or bool(later)), *later)
-
-        return through
+            x = block(x, cos, sin, each, *[documents] * block.is_sparse)
+        return x if head is None else head(self.norm(x), self.lm_head.weight)

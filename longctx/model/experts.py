@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from longctx.model.balance import RouterWatch, RowDocuments
-from longctx.model.mlp import ACTIVATIONS, MLP
+from longctx.model.mlp import MLP
 from longctx.model.presets import ModelShape
 
 Routes = tuple[torch.Tensor, torch.Tensor]
@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
     def __init__(self, shape: ModelShape, count: int) -> None:
         super().__init__()
-        self.count, self.activation = count, ACTIVATIONS[shape.hidden_act]
+        self.count = count
         width = shape.expert_width
         self.gate_proj = nn.Parameter(torch.empty(count * width, shape.hidden_size))
         self.up_proj = nn.Parameter(torch.empty(count * width, shape.hidden_size))
@@ -74,7 +74,7 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Returns the outputs of `rows` [rows, hidden], of which the first `counts[0]` are for the first expert, and so on."""
         gate, up = (grouped_product(rows, weight, counts) for weight in (self.gate_proj, self.up_proj))
-        return grouped_product(self.activation(gate) * up, self.down_proj, counts)
+        return grouped_product(F.silu(gate) * up, self.down_proj, counts)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

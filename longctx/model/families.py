@@ -2,15 +2,11 @@
 
 from typing import Any
 
-from longctx.model.family import FUSED_ATTENTION, FUSED_MLP, OUTPUT_NORMS, ExpertNames, Family, canonical
-from longctx.model.gpt2 import GPT2
+from longctx.model.family import FUSED_ATTENTION, FUSED_MLP, ExpertNames, Family, canonical
 from longctx.model.presets import ModelShape, NoNativeModel
 
 QWEN: dict[str, Any] = {"windows": "named", "ignored": ("use_sliding_window",)}
-GEMMA: dict[str, Any] = {"gemma": True, "activation": "hidden_activation", "windows": "named", "query_scalar": True}
 QWEN_WINDOWS: dict[str, Any] = {"windows": "all", "ignored": ("use_sliding_window",)}
-ATTENTION_BOUND = {"attn_logit_softcapping": "attention_softcap"}
-LOGIT_BOUND = {"final_logit_softcapping": "logit_softcap"}
 MIXTRAL = ExpertNames(
     "block_sparse_moe",
     {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
@@ -39,32 +35,11 @@ FAMILIES = {
             "phi3",
             "Phi3ForCausalLM",
             windows="all",
-            partial_rope=True,
             ignored=("original_max_position_embeddings",),
             fused=FUSED_ATTENTION | FUSED_MLP,
         ),
         Family("mixtral", "MixtralForCausalLM", windows="all", experts=MIXTRAL),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", {"qk_norm": True}, experts=QWEN_MOE, **QWEN_WINDOWS),
-        Family("gemma", "GemmaForCausalLM", gemma=True),
-        Family(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            {"output_norms": True},
-            bounds=ATTENTION_BOUND | LOGIT_BOUND,
-            renamed=OUTPUT_NORMS,
-            **GEMMA,
-        ),
-        Family(
-            "gemma3_text",
-            "Gemma3ForCausalLM",
-            {"output_norms": True, "qk_norm": True},
-            bounds=LOGIT_BOUND,
-            local_rope=True,
-            ignored=("sliding_window_pattern",),
-            renamed=OUTPUT_NORMS,
-            **GEMMA,
-        ),
-        GPT2,
     )
 }
 

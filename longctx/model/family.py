@@ -1,8 +1,8 @@
 """Families of transformers models that the native decoder can run: translates configs to shapes, and tensor names to ours.
 
 Every field of a config is either translated, or known not to change the model's function, or at the default of its class;
-otherwise the model is refused. Tensors are renamed, transposed (GPT-2), and fused ones are split by rows: no value is computed,
-so that reading and writing a checkpoint keeps every bit.
+otherwise the model is refused. Tensors are renamed, and fused ones are split by rows: no value is computed, so that reading and
+writing a checkpoint keeps every bit.
 
 Two features of transformers are left out: dropout, which is refused unless it is 0, and `pad_token_id`, whose entry of the
 embedding gets no gradient in transformers.
@@ -61,19 +61,10 @@ HARMLESS = frozenset(
     }
 )
 """Fields of configs that do not change what a model of these families computes; nor do fields that begin with `_`."""
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
-"""Names of activations in configs → ours."""
+ACTIVATIONS = ("silu", "swish")
+"""Names of the decoder's activation in configs."""
 FUSED_ATTENTION = {"self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv")}
 FUSED_MLP = {"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}
-OUTPUT_NORMS = {
-    "attention_output_norm": "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    "mlp_output_norm": "post_feedforward_layernorm",
-}
-
-
-ROPE_OPTIONS = {name for name in ModelShape.model_fields if name.startswith("rope_")} | {"partial_rotary_factor"}
-"""Options of shapes that have no effect without RoPE."""
 
 
 @dataclass(frozen=True)
@@ -124,63 +115,30 @@ class Family:
         kind: its model_type.
         architecture: its class.
         always: options that all its shapes have.
-        activation: config field that names the activation.
         windows: layers with a window: none, all, or those named in layer_types.
-        gemma: whether embedding scale and norms are as in Gemma.
-        query_scalar: whether the config has a scale of attention.
-        bounds: fields with tanh bounds, theirs → ours.
-        local_rope: whether layers with a window have their own RoPE.
-        partial_rope: whether RoPE may rotate only a part of a head.
-        prefix: of the names of tensors, which a base model saved alone lacks.
-        buffers: ends of the names of tensors in checkpoints that a model computes itself.
         experts: mixtures of experts; None: dense MLPs.
         ignored: further fields that have no effect, or repeat other fields.
-        renamed: modules of a block, ours → theirs.
         fused: tensors of a block that concatenate several of ours.
     """
 
     kind: str
     architecture: str
     always: Mapping[str, Any] = field(default_factory=dict)
-    activation: str = "hidden_act"
     windows: Literal["none", "all", "named"] = "none"
-    gemma: bool = False
-    query_scalar: bool = False
-    bounds: Mapping[str, str] = field(default_factory=dict)
-    local_rope: bool = False
-    partial_rope: bool = False
-    prefix: str = "model."
-    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     experts: ExpertNames | None = None
     ignored: tuple[str, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def shape(self, config: Any) -> ModelShape:
         """Returns the shape of a config. Raises NoNativeModel for anything that the native decoder does not support."""
         values: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
         values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        values["hidden_act"] = self._activation(config)
-        values |= {**self.always, **self._windows(config)}
-        if self.gemma:
-            values |= {"norm_offset": True, "embedding_scale": config.hidden_size**0.5}
-        if self.query_scalar:
-            values["attention_scale"] = config.query_pre_attn_scalar**-0.5
-        values |= {ours: getattr(config, theirs) or 0.0 for theirs, ours in self.bounds.items()}
+        if config.hidden_act not in ACTIVATIONS:
+            raise NoNativeModel(f"hidden_act is {config.hidden_act}, and only {', '.join(ACTIVATIONS)} are supported")
+        values |= {**self.always, **self._windows(config), **rope_of(config)}
         if self.experts is not None:
             values |= self.experts.shape(config)
-        windows = values.get("sliding_window") is not None
-        values |= rope_of(config, local=self.local_rope, partial=self.partial_rope, windows=windows)
-        return self._checked(config, values)
-
-    def _activation(self, config: Any) -> str:
-        activation = getattr(config, self.activation)
-        if activation not in ACTIVATIONS:
-            raise NoNativeModel(f"{self.activation} is {activation}, and only {', '.join(ACTIVATIONS)} are supported")
-        return ACTIVATIONS[activation]
-
-    def _checked(self, config: Any, values: Mapping[str, Any]) -> ModelShape:
-        self._refuse_unknown(config, values)
+        self._refuse_unknown(config)
         try:
             return canonical(ModelShape.model_validate(values))
         except ValidationError as error:
@@ -191,19 +149,16 @@ class Family:
 
         `longest`: number of tokens of the longest document; `end`: id of the end-of-document token.
         """
-        activation = next(theirs for theirs, ours in reversed(ACTIVATIONS.items()) if ours == shape.hidden_act)
         values: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
-        values |= {self.activation: activation, "head_dim": shape.head_dim, "max_position_embeddings": longest}
+        values |= {"hidden_act": ACTIVATIONS[0], "head_dim": shape.head_dim, "max_position_embeddings": longest}
         values |= {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
         if shape.rope_scaling == "yarn":
             values["max_position_embeddings"] = round(shape.rope_original_length * shape.rope_factor)
-        values["rope_parameters"] = rope_fields(shape, local=self.local_rope, partial=self.partial_rope)
+        values["rope_parameters"] = rope_fields(shape)
         values |= self._window_fields(shape)
         if self.experts is not None:
             values |= self.experts.config(shape)
-        if self.query_scalar:
-            values["query_pre_attn_scalar"] = round((shape.attention_scale or shape.head_dim**-0.5) ** -2)
-        return values | {theirs: getattr(shape, ours) or None for theirs, ours in self.bounds.items()}
+        return values
 
     def _windows(self, config: Any) -> dict[str, Any]:
         if self.windows == "none":
@@ -238,15 +193,13 @@ class Family:
             fields["use_sliding_window"] = window is not None
         return fields
 
-    def _refuse_unknown(self, config: Any, values: Mapping[str, Any]) -> None:
+    def _refuse_unknown(self, config: Any) -> None:
         """Raises NoNativeModel for fields that are neither translated nor harmless, unless they have their default."""
-        known = {*SIZES, *HARMLESS, *self.ignored, *self.bounds, "head_dim", self.activation, "rope_parameters"}
+        known = {*SIZES, *HARMLESS, *self.ignored, "head_dim", "hidden_act", "rope_parameters"}
         fields = {
             "sliding_window": self.windows != "none",
             "layer_types": self.windows == "named",
-            "query_pre_attn_scalar": self.query_scalar,
-            "partial_rotary_factor": getattr(config, "partial_rotary_factor", None)
-            in (None, values.get("partial_rotary_factor")),
+            "partial_rotary_factor": getattr(config, "partial_rotary_factor", None) in (None, 1.0),
             "use_bidirectional_attention": not getattr(config, "use_bidirectional_attention", None),
         }
         known |= {name for name, is_known in fields.items() if is_known}
@@ -273,11 +226,7 @@ class Family:
         module, _, rest = inside.partition(".")
         if self.experts is not None and module == "moe":
             return f"model.{block[0]}{self.experts.module}.{rest}", (name,)
-        return f"model.{block[0]}{self.renamed.get(module, module)}.{rest}", (name,)
-
-    def transposed(self, theirs: str) -> bool:
-        """Returns whether a tensor of the checkpoint is the transpose of our parameters."""
-        return False
+        return f"model.{name}", (name,)
 
     def pieces(self, name: str, experts: int) -> list[str]:
         """Returns the checkpoint's tensors, one per expert, that our parameter `name` concatenates; none for other ones."""
@@ -299,8 +248,7 @@ class Family:
                 continue
             theirs, parts = self.parts(name)
             if name == parts[0]:
-                whole = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weight
-                made[theirs] = whole.t().contiguous() if self.transposed(theirs) else whole
+                made[theirs] = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weight
         return made
 
 
@@ -314,15 +262,12 @@ def canonical(shape: ModelShape) -> ModelShape:
     values, defaults = shape.model_dump(), {name: known.default for name, known in ModelShape.model_fields.items()}
     scaling = values["rope_scaling"]
     if scaling == "ntk":
-        values["rope_theta"] = ntk_theta(shape.rope_theta, shape.rope_factor, shape.rotary_dim)
+        values["rope_theta"] = ntk_theta(shape.rope_theta, shape.rope_factor, shape.head_dim)
     if scaling == "ntk" or values["rope_factor"] == 1:
         values["rope_scaling"] = scaling = "none"
     used = set(ROPE_FIELDS.get(scaling, {}).values())
     unused = {ours for fields in ROPE_FIELDS.values() for ours in fields.values()} - used
     unused |= {"rope_factor"} if scaling == "none" else set()
-    unused |= ROPE_OPTIONS if shape.learned_positions else {"max_position_embeddings"}
-    unused |= {"qkv_bias"} if shape.linear_bias else set()
-    unused.add("num_nextn_predict_layers")  # not part of transformers' models
     if not shape.num_experts:
         unused |= EXPERT_OPTIONS
     elif shape.moe_intermediate_size == shape.intermediate_size:
@@ -332,12 +277,4 @@ def canonical(shape: ModelShape) -> ModelShape:
         unused |= {"sliding_window", "full_attention_every"}
     if every is not None and every > shape.num_hidden_layers:
         unused.add("full_attention_every")
-    if (
-        values["sliding_window"] is None
-        or every == 1
-        or (values["rope_local_theta"] == values["rope_theta"] and scaling == "none")
-    ):
-        unused.add("rope_local_theta")
-    if values["attention_scale"] == shape.head_dim**-0.5:
-        unused.add("attention_scale")
     return ModelShape.model_validate({**values, **{name: defaults[name] for name in unused}})

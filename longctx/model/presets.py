@@ -1,4 +1,4 @@
-"""Shapes of the native decoder, with the names of Hugging Face configs, from `tiny` (for a laptop) to Megatron's GPT of 1T."""
+"""Shapes of the native decoder, with the names of Hugging Face configs, from `tiny` (for a laptop) to 1T parameters."""
 
 from dataclasses import replace
 from functools import cache
@@ -25,8 +25,6 @@ EXPERT_OPTIONS = {
 }
 """Options of shapes that have no effect without experts."""
 
-GPT_STYLE: dict[str, Any] = {"norm": "layer", "mlp": "plain", "linear_bias": True, "position_embeddings": "learned"}
-
 
 class NoNativeModel(UserError):
     """The native decoder cannot run a model of transformers, or transformers has no model of a shape; the text says why."""
@@ -44,24 +42,10 @@ class ModelShape(BaseModel):
     num_attention_heads: int = Field(ge=1, le=WIDEST, description="query heads")
     num_key_value_heads: int = Field(ge=1, le=WIDEST, description="key and value heads; divides the query heads (GQA)")
     head_dim: int = Field(ge=2, le=WIDEST, description="size of one head; even, for RoPE")
-    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm, or LayerNorm with biases, as in GPT-2")
-    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm, to the variance in LayerNorm")
-    mlp: Literal["gated", "plain"] = Field(
-        "gated", description="activation(gate) · up, then down; plain: activation(up), then down, as in GPT-2"
-    )
+    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     tie_word_embeddings: bool = Field(False, description="share the embedding with the output projection")
-    hidden_act: Literal["silu", "gelu"] = Field(
-        "silu", description="activation of the MLP; gelu: its tanh form, as in Gemma and GPT-2"
-    )
     qkv_bias: bool = Field(False, description="biases of the projections to queries, keys and values, as in Qwen 2")
-    linear_bias: bool = Field(False, description="biases of all linear layers of the blocks, as in GPT-2")
     qk_norm: bool = Field(False, description="norms of every head's queries and keys before RoPE, as in Qwen 3")
-    output_norms: bool = Field(False, description="norms also after attention and after the MLP, as in Gemma 2 and 3")
-    norm_offset: bool = Field(False, description="norms multiply by 1 + weight, with weights from 0 on, as in Gemma")
-    embedding_scale: float = Field(1.0, gt=0, description="factor of the embeddings, √hidden_size in Gemma")
-    attention_scale: float | None = Field(None, gt=0, description="factor of attention scores instead of 1/√head_dim")
-    attention_softcap: float = Field(0.0, ge=0, description="tanh bound of attention scores, 50 in Gemma 2; 0: no bound")
-    logit_softcap: float = Field(0.0, ge=0, description="tanh bound of logits, 30 in Gemma 2; 0: no bound")
     sliding_window: int | None = Field(
         None, ge=1, le=MOST_ENTRIES, description="attention window in tokens, the token itself included, instead of none"
     )
@@ -69,7 +53,7 @@ class ModelShape(BaseModel):
         None,
         ge=1,
         le=MOST_LAYERS,
-        description="every n-th layer has no window (n is 2 in Gemma 2, 6 in Gemma 3), instead of none",
+        description="every n-th layer has no window (n is 2 in gpt-oss), instead of none",
     )
     num_experts: int = Field(0, ge=0, le=MOST_EXPERTS, description="experts of each mixture-of-experts layer; 0: dense MLPs")
     num_experts_per_tok: int = Field(2, ge=1, le=MOST_EXPERTS, description="experts that a token uses (top-k)")
@@ -90,24 +74,7 @@ class ModelShape(BaseModel):
     router_bias: bool = Field(
         False, description="a bias per expert to choose experts, moved by balance.bias_rate instead of gradients (DeepSeek-V3)"
     )
-    num_nextn_predict_layers: int = Field(
-        0,
-        ge=0,
-        le=MOST_LAYERS,
-        description="blocks for multi-token prediction, each for a token one further ahead, as in DeepSeek-V3; train.mtp_loss "
-        "weighs their loss, and exports leave them out",
-    )
-    position_embeddings: Literal["rope", "learned"] = Field(
-        "rope", description="rotary, or learned ones that are added to the embedding, as in GPT-2"
-    )
-    max_position_embeddings: int | None = Field(
-        None, ge=1, le=MOST_ENTRIES, description="number of learned positions, so of tokens of the longest document"
-    )
     rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
-    rope_local_theta: float | None = Field(
-        None, gt=0, description="RoPE base in layers with a window, never scaled, instead of RoPE as in other layers"
-    )
-    partial_rotary_factor: float = Field(1.0, gt=0, le=1, description="share of a head, from its start, that RoPE rotates")
     rope_scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = Field(
         "none", description="RoPE scaling for longer documents"
     )
@@ -140,57 +107,16 @@ class ModelShape(BaseModel):
                 f"first_dense_layers is {self.first_dense_layers}, which leaves none of {self.num_hidden_layers} layers for "
                 "experts: lower it, or set num_experts to 0"
             )
-        self._check_gpt_options()
-        if not self.learned_positions:
-            self._check_rope()
-        return self
-
-    def _check_gpt_options(self) -> None:
-        """Raises ValueError for combinations that the decoder does not have."""
-        if self.norm == "layer" and self.norm_offset:
-            raise ValueError("norm is layer, and norm_offset is only for RMSNorm: set norm to rms, or norm_offset to false")
-        if self.num_experts and (self.mlp == "plain" or self.linear_bias):
+        if self.head_dim % 2 or (self.rope_scaling == "ntk" and self.head_dim < 4):
             raise ValueError(
-                f"num_experts is {self.num_experts}, and experts are gated MLPs without biases: set mlp to gated and "
-                "linear_bias to false, or num_experts to 0"
-            )
-        if not self.learned_positions:
-            return
-        if self.num_nextn_predict_layers:
-            raise ValueError(
-                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}, but position_embeddings is learned, and the "
-                "embedding of a later token has no position: set position_embeddings to rope, or num_nextn_predict_layers to 0"
-            )
-        if self.max_position_embeddings is None:
-            raise ValueError("position_embeddings is learned, so max_position_embeddings must be set: to the longest document")
-        if self.rope_scaling != "none":
-            raise ValueError(
-                f"rope_scaling is {self.rope_scaling}, but position_embeddings is learned: set rope_scaling to none, or "
-                "position_embeddings to rope"
-            )
-
-    def _check_rope(self) -> None:
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even")
-        if self.rotary_dim % 2 or self.rotary_dim < (4 if self.rope_scaling == "ntk" else 2):
-            raise ValueError(
-                f"partial_rotary_factor is {self.partial_rotary_factor}, so RoPE rotates {self.rotary_dim} of {self.head_dim} "
-                "dimensions of a head: their number must be even, at least 2, and at least 4 for rope_scaling ntk"
+                f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even, and at least 4 for rope_scaling ntk"
             )
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
                 f"rope_low_freq_factor is {self.rope_low_freq_factor}: must be below rope_high_freq_factor "
                 f"{self.rope_high_freq_factor}"
             )
-
-    @property
-    def learned_positions(self) -> bool:
-        return self.position_embeddings == "learned"
-
-    @property
-    def rotary_dim(self) -> int:
-        """Number of dimensions of a head that RoPE rotates; 0 with learned positions."""
-        return 0 if self.learned_positions else int(self.head_dim * self.partial_rotary_factor)
+        return self
 
     @property
     def expert_width(self) -> int:
@@ -201,15 +127,6 @@ class ModelShape(BaseModel):
         """Returns whether a layer has experts instead of a dense MLP."""
         return self.num_experts > 0 and layer >= self.first_dense_layers
 
-    def check_length(self, longest: int) -> None:
-        """Raises UserError if there are fewer learned positions than `longest` tokens."""
-        most = self.max_position_embeddings
-        if self.learned_positions and most is not None and longest > most:
-            raise UserError(
-                f"a document has {longest} tokens, but the model has {most} learned positions (max_position_embeddings): split "
-                f"documents to at most {most} tokens (data.max_length), or use a model with RoPE"
-            )
-
     @property
     def spec(self) -> ModelSpec:
         """Sizes of the model with this shape."""
@@ -219,28 +136,21 @@ class ModelShape(BaseModel):
 @cache
 def _spec(shape: ModelShape) -> ModelSpec:
     heads = shape.num_attention_heads + shape.num_key_value_heads
-    matrices = 3 if shape.mlp == "gated" else 2
-    biases = (heads + shape.num_key_value_heads) * shape.head_dim if shape.qkv_bias or shape.linear_bias else 0
-    biases += 2 * shape.hidden_size + (matrices - 1) * shape.intermediate_size if shape.linear_bias else 0
-    norms = (4 if shape.output_norms else 2) * shape.hidden_size + (2 * shape.head_dim if shape.qk_norm else 0)
-    norms *= 2 if shape.norm == "layer" else 1
-    output_norm = shape.hidden_size if shape.output_norms else 0
+    biases = (heads + shape.num_key_value_heads) * shape.head_dim if shape.qkv_bias else 0
+    norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.qk_norm else 0)
     dense = LayerSpec(
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         intermediate_size=shape.intermediate_size,
-        matrix_parameters=shape.hidden_size * (2 * shape.head_dim * heads + matrices * shape.intermediate_size),
+        matrix_parameters=shape.hidden_size * (2 * shape.head_dim * heads + 3 * shape.intermediate_size),
         other_parameters=norms + biases,
-        attention_norms=output_norm + (heads * shape.head_dim if shape.qk_norm else 0),
-        mlp_norms=output_norm,
+        attention_norms=heads * shape.head_dim if shape.qk_norm else 0,
         query_parameters=shape.hidden_size * shape.num_attention_heads * shape.head_dim,
-        mlp_matrices=matrices,
     )
     sparse, every = _with_experts(dense, shape), shape.full_attention_every
-    blocks = shape.num_hidden_layers + shape.num_nextn_predict_layers
-    kinds = (sparse if shape.has_experts(layer) else dense for layer in range(blocks))
+    kinds = (sparse if shape.has_experts(layer) else dense for layer in range(shape.num_hidden_layers))
     return ModelSpec(
         layers=tuple(
             replace(kind, window=shape.sliding_window if every is None or (layer + 1) % every else None)
@@ -249,12 +159,6 @@ def _spec(shape: ModelShape) -> ModelSpec:
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         tie_word_embeddings=shape.tie_word_embeddings,
-        attention_scale=shape.attention_scale,
-        attention_softcap=shape.attention_softcap,
-        logit_softcap=shape.logit_softcap,
-        layer_norm=shape.norm == "layer",
-        predictions=shape.num_nextn_predict_layers,
-        position_parameters=(shape.max_position_embeddings or 0) * shape.hidden_size if shape.learned_positions else 0,
     )
 
 
@@ -288,12 +192,6 @@ def _shape(
         head_dim=head_dim,
         tie_word_embeddings=tied,
     )
-
-
-def _gpt(hidden: int, layers: int, heads: int, positions: int) -> ModelShape:
-    head_dim = hidden // heads
-    options = {**GPT_STYLE, "hidden_act": "gelu", "max_position_embeddings": positions}
-    return _shape(hidden, 4 * hidden, layers, heads, heads, head_dim, tied=True, **options)
 
 
 def _llama(hidden: int, mlp: int, layers: int, heads: int, head_dim: int = 128, tied: bool = False) -> ModelShape:
@@ -333,7 +231,6 @@ PRESETS: dict[str, ModelShape] = {
         router_scores="sigmoid",
         router_bias=True,
     ),
-    "tiny-gpt": _gpt(128, 2, 4, 1024),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, tied=True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, tied=True),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32),
@@ -352,18 +249,13 @@ PRESETS: dict[str, ModelShape] = {
     "mixtral-8x7b": _shape(4096, 14336, 32, 32, 8, 128, tied=False, num_experts=8, rope_theta=1e6),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
-    "gpt-8.3b": _gpt(3072, 72, 24, 1024),
-    "gpt-18.4b": _gpt(6144, 40, 48, 2048),
-    "gpt-530b": _gpt(20480, 105, 128, 2048),
-    "gpt-1t": _gpt(25600, 128, 160, 2048),
 }
 """Shapes by name, without the vocabulary, and without the RoPE scaling by which trained models were extended.
 
 Sources: config.json of meta-llama/Llama-3.2-1B, -3B, Llama-3.1-8B, -70B, -405B, Qwen/Qwen3-0.6B to -235B-A22B,
 mistralai/Mixtral-8x7B-v0.1, and openai/gpt-oss-20b and -120b, which also have attention sinks, biases of experts and of the
 output projection, and bounds of their activations, that the decoder lacks. llama-style-462b is 405b with more layers, and
-llama-style-1t is wider: models of docs/evidence/scaling.md. Megatron's GPT, with a vocabulary of 51,200: 8.3B from table 2 of
-arXiv 1909.08053; 18.4B, 530B and 1T from table 1 of arXiv 2104.04473.
+llama-style-1t is wider: models of docs/evidence/scaling.md.
 """
 RENAMED = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
 """Names of earlier versions → current names."""

@@ -11,6 +11,9 @@ from longctx.model.families import family_of
 from longctx.model.protocol import Model
 from longctx.planning.cost.spec import ModelSpec
 
+BUFFER = "rotary_emb.inv_freq"
+"""End of the names of tensors in checkpoints that a model computes itself."""
+
 
 class NativeSource:
     """A checkpoint, run by the native decoder. Raises NoNativeModel if the native decoder cannot run it."""
@@ -29,8 +32,7 @@ class NativeSource:
         return self.shape.spec
 
     def check_length(self, longest: int) -> None:
-        """Raises UserError if there are too few learned positions. RoPE that depends on lengths is refused anyway."""
-        self.shape.check_length(longest)
+        """RoPE supports any length; one that depends on lengths is refused anyway."""
 
     def build(self, layers: Collection[int] | None = None) -> Model:
         return PretrainedDecoder(self, layers)
@@ -42,7 +44,7 @@ class NativeSource:
             sizes = {name: tuple(weight.shape) for name, weight in Decoder(self.shape).named_parameters()}
         known = {self._stored(theirs) for name in sizes for theirs in self._theirs(name)}
         known |= {"lm_head.weight"} if self.shape.tie_word_embeddings else set()
-        others = [name for name in self.files.files if name not in known and not name.endswith(self.family.buffers)]
+        others = [name for name in self.files.files if name not in known and not name.endswith(BUFFER)]
         if others:
             raise PretrainedError(
                 f"{self.files.folder} has {', '.join(others[:3])}{' and more' * (len(others) > 3)}, which "
@@ -66,9 +68,8 @@ class NativeSource:
         return self.family.pieces(name, self.shape.num_experts) or [self.family.parts(name)[0]]
 
     def _read(self, theirs: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
-        """Reads a tensor, or some of its rows, in the layout of our parameters, in which it must have the shape `shape`."""
-        stored, transposed = self._stored(theirs), self.family.transposed(theirs)
-        shape = shape[::-1] if transposed else shape
+        """Reads a tensor, or some of its rows; the whole must have the shape `shape`."""
+        stored = self._stored(theirs)
         if stored not in self.files.files and theirs == self.embedding and self.shape.tie_word_embeddings:
             stored = "lm_head.weight"  # tied: both are the same
         if stored not in self.files.files:
@@ -78,11 +79,11 @@ class NativeSource:
                 f"{self.files.folder} does not fit its config.json: {stored} has shape {actual}, not {shape}; give the config "
                 "that the weights were saved with"
             )
-        return self.files.read(stored).t()[rows or slice(None)] if transposed else self.files.read(stored, rows)
+        return self.files.read(stored, rows)
 
     def _stored(self, theirs: str) -> str:
         """Returns the name in the files: a base model saved alone lacks the first part."""
-        bare = theirs.removeprefix(self.family.prefix)
+        bare = theirs.removeprefix("model.")
         return bare if theirs not in self.files.files and bare in self.files.files else theirs
 
 

@@ -6,7 +6,6 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -40,19 +39,6 @@ Projection = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 """Output weight [vocab, hidden]; or, if logits are not just a product, a function of hidden states → logits [tokens, vocab]."""
 Head = Callable[[torch.Tensor, Any], torch.Tensor]
 """Function of hidden states [tokens, hidden] and a `Projection` that returns logits, a loss, or anything else."""
-
-
-@dataclass(frozen=True)
-class Later:
-    """Later tokens of a micro-batch, for multi-token prediction.
-
-    Attributes:
-        tokens: int64 [tokens, predictions], the tokens 1, 2, … further ahead in the document.
-        heads: for each of them, a head that returns the loss of predicting the token after it.
-    """
-
-    tokens: torch.Tensor
-    heads: Sequence[Head]
 
 
 MakeAttention = Callable[[float | None, float, int | None], RingAttention | HybridAttention]
@@ -100,7 +86,7 @@ class Model(nn.Module, ABC):
         """Returns the argument `attention` of `forward` for a micro-batch; `make` is called once per kind of layer."""
         spec = self.spec
         windows = [layer.window for layer in spec.layers]
-        return by_layer(windows, lambda window: make(spec.attention_scale, spec.attention_softcap, window))
+        return by_layer(windows, lambda window: make(None, 0.0, window))
 
     def routers(self) -> list[RouterWatch]:
         """Returns the watches of the routers of this part, in order; none without experts, or if they cannot be watched."""
@@ -153,20 +139,18 @@ class StagedModel(Model):
 
     Attributes:
         embed_tokens: embedding, present with the first block; if it is tied, also with the last.
-        embed_positions: embedding of learned positions, if there is one, present with the first block.
         norm, lm_head: final norm and head, present with the last block. `Head` is called with `lm_head.weight`.
         tensor_plan: tensor-parallel style of each module of a block, by name: see `longctx.parallel.tensor`.
     """
 
     embed_tokens: nn.Embedding
-    embed_positions: nn.Embedding
     norm: nn.Module
     lm_head: nn.Linear
     tensor_plan: ClassVar[Mapping[str, str]]
 
     @abstractmethod
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the hidden states [tokens, hidden] of token ids and positions [tokens]."""
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the hidden states [tokens, hidden] of token ids [tokens]."""
 
     @abstractmethod
     def run(
@@ -188,7 +172,7 @@ class StagedModel(Model):
         head: Head,
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
-        return self.run(self.layers, self.embed(tokens, positions), positions, attention, head, documents)
+        return self.run(self.layers, self.embed(tokens), positions, attention, head, documents)
 
 
 def differences_but_rope(differences: Sequence[str]) -> list[str]:

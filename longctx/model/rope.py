@@ -13,7 +13,7 @@ class Rope:
     """Rotation angles of heads by position.
 
     Attributes:
-        dim: number of rotated dimensions of a head, from the first; even, 0 for no rotation.
+        dim: size of a head, which is even.
         theta: base of the frequencies θ^(-2i/dim).
         scaling: none; linear: divides frequencies by `factor` (Chen et al., 2023); ntk: raises the base so that the lowest
             frequency is divided by `factor` (bloc97, 2023); yarn: divides frequencies with fewer than `beta_slow` rotations
@@ -72,13 +72,9 @@ class Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first 2 · cos.shape[-1] dimensions of the heads of x [tokens, heads, head_dim] by the angles of each token.
+    """Rotates the heads of x [tokens, heads, head_dim] by the angles of each token.
 
     Computes in float32 and returns the dtype of x.
     """
-    if not cos.shape[-1]:
-        return x
-    turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
-    first, second = turned.float().chunk(2, dim=-1)
-    out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

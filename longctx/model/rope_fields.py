@@ -1,7 +1,6 @@
 """RoPE in configs of transformers, to and from the options of shapes."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from longctx.model.context_extension import ROPE_FIELDS
@@ -11,36 +10,14 @@ WITHOUT_EFFECT = {theirs for fields in ROPE_FIELDS.values() for theirs in fields
 """Fields that have no effect in RoPE of another type."""
 
 
-def rope_of(config: Any, *, local: bool, partial: bool, windows: bool) -> dict[str, Any]:
-    """Returns the options of a shape for the RoPE of a config.
-
-    `local`: whether layers with a window have their own RoPE; `partial`: whether it may rotate a part of a head; `windows`:
-    whether there are layers with a window. Raises NoNativeModel for RoPE that the native decoder does not have.
-    """
-    parameters = dict(config.rope_parameters or {})
-    if not local:
-        return _options(config, parameters, partial)
-    options = _options(config, parameters.pop("full_attention"), partial)
-    local_fields = dict(parameters.pop("sliding_attention"))
-    if parameters:
-        raise NoNativeModel(f"rope_parameters has {', '.join(sorted(parameters))}, which is not supported")
-    if not windows:
-        return options
-    kind, theta = local_fields.pop("rope_type", "default"), local_fields.pop("rope_theta")
-    if kind != "default" or local_fields:
-        raise NoNativeModel(
-            f"rope_parameters of sliding_attention has type {kind} with {sorted(local_fields)}, and only default is supported"
-        )
-    return {**options, "rope_local_theta": theta}
-
-
-def _options(config: Any, parameters: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-    fields = dict(parameters)
+def rope_of(config: Any) -> dict[str, Any]:
+    """Returns the options of a shape for the RoPE of a config. Raises NoNativeModel for RoPE that the decoder does not have."""
+    fields = dict(config.rope_parameters or {})
     older_kind = fields.pop("type", "default")
     kind, share = fields.pop("rope_type", older_kind), fields.pop("partial_rotary_factor", None) or 1.0
-    options: dict[str, Any] = {"rope_theta": fields.pop("rope_theta"), "partial_rotary_factor": share}
-    if share != 1.0 and not partial:
-        raise NoNativeModel(f"rope_parameters has partial_rotary_factor {share}, which {config.model_type} does not use")
+    options: dict[str, Any] = {"rope_theta": fields.pop("rope_theta")}
+    if share != 1.0:
+        raise NoNativeModel(f"rope_parameters has partial_rotary_factor {share}, and only whole heads are supported")
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise NoNativeModel(f"rope_parameters has type {kind}, and only default, linear, yarn and llama3 are supported")
     if kind != "default":
@@ -68,15 +45,10 @@ def _check_yarn(fields: dict[str, Any], factor: float) -> None:
         raise NoNativeModel("rope_parameters has truncate False, which is not supported")
 
 
-def rope_fields(shape: ModelShape, *, local: bool, partial: bool) -> dict[str, Any]:
-    """Returns `rope_parameters` of a config for a shape; the arguments are those of `rope_of`."""
+def rope_fields(shape: ModelShape) -> dict[str, Any]:
+    """Returns `rope_parameters` of a config for a shape."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling != "none":
         rope |= {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
         rope |= {theirs: getattr(shape, ours) for theirs, ours in ROPE_FIELDS.get(shape.rope_scaling, {}).items()}
-    if partial:
-        rope["partial_rotary_factor"] = shape.partial_rotary_factor
-    if not local:
-        return rope
-    of_windows = {"rope_type": "default", "rope_theta": shape.rope_local_theta or shape.rope_theta}
-    return {"full_attention": rope, "sliding_attention": of_windows}
+    return rope

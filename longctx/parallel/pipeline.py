@@ -20,32 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.profiler import record_function
 
 from longctx.attention import PackedAttention
-from longctx.errors import UserError
 from longctx.model.balance import RowDocuments
-from longctx.model.protocol import Head, Later, StagedModel
+from longctx.model.protocol import Head, StagedModel
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
 from longctx.parallel.timing import Clock
 from longctx.parallel.torch_stage import LeanStage
-from longctx.planning.pipeline import IN_CHUNKS, Pipeline
+from longctx.planning.pipeline import Pipeline
 
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
 SCHEDULE, COMPUTE = "schedule", "compute"
 
 
@@ -59,7 +47,6 @@ class Inputs:
         attention: attention of the micro-batch.
         head: computes the loss from final hidden states and output weight.
         documents: documents of the rows, for a mixture of experts.
-        later: later tokens, for multi-token prediction.
     """
 
     name: str
@@ -68,12 +55,6 @@ class Inputs:
     attention: PackedAttention
     head: Head
     documents: RowDocuments | None = None
-    later: Later | None = None
-
-    @property
-    def optional(self) -> dict[str, Any]:
-        """Keyword arguments of the model that only some models know."""
-        return {} if self.later is None else {"later": self.later}
 
 
 class Stage(nn.Module):
@@ -91,8 +72,6 @@ class Stage(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.spec.layers)
         if self.is_first or (self.is_last and model.spec.tie_word_embeddings):
             self.embed_tokens = model.embed_tokens
-        if self.is_first and model.spec.position_parameters:
-            self.embed_positions = model.embed_positions
         if self.is_last:
             self.norm, self.lm_head = model.norm, model.lm_head
         self.inputs: Callable[[int], Inputs]
@@ -107,7 +86,7 @@ class Stage(nn.Module):
         The first stage ignores `hidden`.
         """
         mine = self.inputs(self.micro_batch)
-        x = self.embed(mine.tokens, mine.positions) if self.is_first else hidden[: len(mine.tokens) // self.tensor_ranks]
+        x = self.embed(mine.tokens) if self.is_first else hidden[: len(mine.tokens) // self.tensor_ranks]
         head = mine.head if self.is_last else None
         out = self.run(self.layers, x, mine.positions, mine.attention, head, mine.documents)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
@@ -119,7 +98,7 @@ class PipelineRun:
     Args:
         model: this rank's part of the model, sharded stage by stage.
         stages: this rank's stages, in ascending order.
-        pipeline: number of ranks and chunks, and the schedule.
+        pipeline: number of ranks and chunks.
         mesh: groups of the run.
         wire_rows: rows of hidden states in every message between stages: the maximum tokens of a micro-batch per rank.
         dtype: dtype of these messages, the compute dtype.
@@ -135,11 +114,6 @@ class PipelineRun:
         dtype: torch.dtype,
     ) -> None:
         assert mesh.pipeline is not None
-        if pipeline.schedule == "zero-bubble" and torch.__version__ < "2.13":
-            raise UserError(
-                f"parallel.pipeline_schedule is zero-bubble, and torch {torch.__version__} cannot compute the weight gradients "
-                "of custom operators separately: install torch 2.13, or use schedule 1f1b"
-            )
         self.model, self.stages, self.pipeline, self.mesh = model, stages, pipeline, mesh
         self.group = mesh.pipeline
         self.dtype = dtype
@@ -264,9 +238,10 @@ class PipelineRun:
                 )
                 for stage in self.stages
             ]
-            kind = _SCHEDULES[self.pipeline.schedule]
-            what = stages if self.pipeline.schedule in IN_CHUNKS else stages[0]
-            self._schedule = runs, kind(what, runs, loss_fn=_own_loss, scale_grads=False)
+            options: dict[str, Any] = {"loss_fn": _own_loss, "scale_grads": False}
+            chunked = self.pipeline.chunks > 1
+            made = ScheduleInterleaved1F1B([*stages], runs, **options) if chunked else Schedule1F1B(stages[0], runs, **options)
+            self._schedule = runs, made
         return self._schedule[1]
 
     @torch.no_grad()
@@ -311,9 +286,4 @@ class _WatchedStage(LeanStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         with self._watch(bwd_chunk_id, "backward pass"):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
-            accumulate_gradients(self.stage)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
-        with self._watch(bwd_chunk_id, "backward pass of weights"):
-            super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
             accumulate_gradients(self.stage)

@@ -88,7 +88,6 @@ def _own_rows(embedding: nn.Embedding, tokens: DTensor) -> DTensor:
 
 ENDS: dict[str, ParallelStyle] = {
     "embed_tokens": SplitEmbedding(input_layouts=Replicate(), output_layouts=Shard(0)),
-    "embed_positions": SplitEmbedding(input_layouts=Replicate(), output_layouts=Shard(0)),
     "norm": SequenceParallel(sequence_dim=0),
     "lm_head": ColwiseParallel(),
 }

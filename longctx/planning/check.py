@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees, tokens_on_ranks
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import MODES, Plan, PlanError
 from longctx.planning.tree import Trees
 
@@ -48,8 +48,6 @@ def check_settings(
         raise PlanError("bins are given, but mode is static: use mode bins, or leave bins out")
     _whole("pipeline ranks", pipeline.ranks, MOST_RANKS)
     _whole("pipeline chunks", pipeline.chunks, MOST_RANKS)
-    if pipeline.schedule not in SCHEDULES:
-        raise PlanError(f"the pipeline schedule is {pipeline.schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if pipeline.problem:
         rule, fix = pipeline.problem
         raise PlanError(f"pipeline chunks is {pipeline.chunks}: {rule}; {fix}")

@@ -52,7 +52,7 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         )
     if (pipeline := plan.pipeline).ranks > 1:
         chunks = f" × {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
-        lines.append(f"pipeline of {pipeline.ranks:,} ranks{chunks}, {pipeline.schedule}   bubble {plan.bubble_share:.1%}")
+        lines.append(f"pipeline of {pipeline.ranks:,} ranks{chunks}   bubble {plan.bubble_share:.1%}")
     for line in lines:
         console.print(line, highlight=False)
 

@@ -46,11 +46,6 @@ def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
                 f"data.merge_prefixes is true, but {key} {store.said} has weights of tokens, which may differ where documents "
                 "are alike: set data.merge_prefixes to false"
             )
-        if source.spec.predictions:
-            raise UserError(
-                f"the model predicts {source.spec.predictions} later tokens, but {key} {store.said} has weights of tokens, "
-                "which only the next one has: set model.num_nextn_predict_layers to 0, or prepare weights of 0 and 1"
-            )
 
 
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
@@ -154,11 +149,6 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
         raise UserError(
             f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to "
             f"{name}, or start a new run from an export of that one"
-        )
-    if path.is_file() and config.optimizer.ema_decay is not None and before.get("optimizer", {}).get("ema_decay") is None:
-        raise UserError(
-            f"optimizer.ema_decay is {config.optimizer.ema_decay:g}, but checkpoints of {run} have no average: set it to null, "
-            "or start a new run from an export of that one"
         )
     freeze = before.get("train", {}).get("freeze")
     if path.is_file() and freeze != config.train.freeze:

@@ -143,7 +143,6 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
         pad_to_multiple_of=padding(config),
-        ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
         merging=make_merging(config, mesh.world_size),
     )
 

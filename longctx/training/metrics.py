@@ -71,7 +71,6 @@ class StepMetrics:
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
         skipped: True if weights and optimizer were not updated: loss or gradient was not finite, or there was no target.
         spikes: which of loss, grad_norm and time/predicted time are far above recent steps.
-        mtp_loss: loss of multi-token prediction without its factor, mean over its blocks; None without it.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
 
@@ -108,7 +107,6 @@ class StepMetrics:
     unused_experts: float | None = _row("experts", "sum", default=None)
     document_loss: float | None = _row("experts", "sum", default=None)
     z_loss: float | None = _row("experts", "sum", default=None)
-    mtp_loss: float | None = _row("train", "sum", default=None)
     computed_tokens: int | None = _row("train", default=None)
     skipped: bool = _row("train", default=False)
     spikes: list[str] = field(default_factory=list)
@@ -137,7 +135,6 @@ class StepMetrics:
                 **values,
                 **_of_experts(values, float(ranks["expert_layers"].sum())),
                 "peak_memory_bytes": int(values["peak_memory_bytes"]),
-                "mtp_loss": values["mtp_loss"] or None,
                 **known,
             },
             step=batch.step,

@@ -4,7 +4,7 @@ gradients.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
 from longctx.parallel.expert import sparse_layers
 from longctx.parallel.sharding import local_part
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
-from longctx.training.optimizers.adafactor import Adafactor, state_numbers
-from longctx.training.optimizers.average import keep_average
 from longctx.training.optimizers.muon import Muon, is_first_copy
 
 
@@ -29,7 +26,7 @@ def make_optimizer(
 
     `stage` is the group of all ranks with the same parameters or parts of them; None: this process alone. Collective for Muon.
     """
-    matrices = matrices_of(model) if settings.name in ("muon", "adafactor") else {}
+    matrices = matrices_of(model) if settings.name == "muon" else {}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -39,7 +36,7 @@ def make_optimizer(
                 decay = chosen.weight_decay
             options = {"weight_decay": decay, "learning_rate_ratio": 1.0 if chosen is None else chosen.learning_rate_ratio}
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            if settings.name == "muon" and parameter in matrices:
+            if parameter in matrices:
                 options["momentum"] = settings.momentum
             # Fused operations need parameters on the same mesh.
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
@@ -50,16 +47,12 @@ def make_optimizer(
     optimizer: torch.optim.Optimizer
     if settings.name == "muon":
         optimizer = Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
-    elif settings.name == "adafactor":
-        optimizer = Adafactor(list(groups.values()), matrices, stage, device, settings.learning_rate)
     elif settings.name == "adamw-8bit":
         from longctx.training.optimizers.eight_bit import EightBit  # torchao takes seconds, and is in an extra
 
         optimizer = EightBit(list(groups.values()), **adamw)
     else:
         optimizer = torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
-    if settings.ema_decay is not None:
-        keep_average(optimizer, settings.ema_decay)
     return optimizer
 
 
@@ -86,21 +79,12 @@ def matrices_of(model: Model) -> dict[nn.Parameter, int]:
 def state_bytes(settings: OptimizerSection, parameters: int, matrices: int) -> int:
     """Returns the bytes of optimizer state of `parameters`, of which `matrices` are in matrices of blocks.
 
-    AdamW has two moments in float32, or in 8 bits with a scale per block; Muon has one of matrices. An average is one more.
-    Adafactor's means are not sharded, and counted by `whole_state_bytes`.
+    AdamW has two moments in float32, or in 8 bits with a scale per block; Muon has one of matrices.
     """
-    average = 0 if settings.ema_decay is None else parameters * torch.float32.itemsize
-    if settings.name == "adafactor":
-        return average
     if settings.name == "adamw-8bit":
-        return average + 2 * (parameters + parameters * torch.float32.itemsize // 256)
+        return 2 * (parameters + parameters * torch.float32.itemsize // 256)
     moments = 2 * parameters - (matrices if settings.name == "muon" else 0)
-    return average + moments * torch.float32.itemsize
-
-
-def whole_state_bytes(settings: OptimizerSection, spec: ModelSpec, layers: Sequence[LayerSpec], matrices: int) -> int:
-    """Returns the bytes of optimizer state that each rank has whole: Adafactor's, of `layers` and vocabulary `matrices`."""
-    return torch.float32.itemsize * state_numbers(spec, layers, matrices) if settings.name == "adafactor" else 0
+    return moments * torch.float32.itemsize
 
 
 DECAYS: dict[str, Callable[[float], float]] = {

@@ -22,7 +22,6 @@ from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
 from longctx.training.objectives.balance import Balance
 from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
-from longctx.training.objectives.multi_token import MultiTokenLoss
 from longctx.training.objectives.objective import StepWeights, token_mean
 from longctx.training.trace import micro_batch_name
 
@@ -38,7 +37,6 @@ class Passes:
         pipeline: what runs the model in a pipeline; None without one.
         clock: times attention and exchange.
         balance: balance of the experts.
-        multi_token: loss of multi-token prediction.
         task: what this rank does now, for those who wait for it.
         place: where it is in this task.
     """
@@ -49,7 +47,6 @@ class Passes:
         self.model, self.pipeline = build_model(source, config, mesh)
         self.clock = StepClock(mesh.device)
         self.balance = Balance.of(self.model, config, mesh)
-        self.multi_token = MultiTokenLoss(self.model.spec.predictions, config.train.mtp_loss)
         self.task = "starting"
         self.place: Callable[[], str] = str
 
@@ -72,14 +69,13 @@ class Passes:
             self.place = lambda: f"micro-batch {number}"
             labels, device = batch.micro_batches[number].labels, self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
-            softcap = self.model.spec.logit_softcap
-            head = partial(log_probabilities, labels=copy_to(labels, device), softcap=softcap, rows=rows)
-            return replace(self.inputs(batch, StepWeights(1.0), number), head=head, later=None)
+            head = partial(log_probabilities, labels=copy_to(labels, device), rows=rows)
+            return replace(self.inputs(batch, StepWeights(1.0), number), head=head)
 
         if self.pipeline is not None:
             return self.pipeline.forward(len(batch.micro_batches), inputs)
         every_input = map(inputs, range(len(batch.micro_batches)))
-        return [self.model(each.tokens, each.positions, each.attention, each.head, **each.optional) for each in every_input]
+        return [self.model(each.tokens, each.positions, each.attention, each.head) for each in every_input]
 
     def end_looking(self) -> None:
         """Reshards the model and resets the clock after passes without gradients."""
@@ -112,8 +108,7 @@ class Passes:
         used: Any = inputs.attention if attention is None else attention
         self.begin(f"micro-batch {number}", lambda: f"attention last in {used.last}")
         with record_function(inputs.name):
-            arguments = inputs.tokens, inputs.positions, used, inputs.head, inputs.documents
-            loss: torch.Tensor = self.model(*arguments, **inputs.optional)
+            loss: torch.Tensor = self.model(inputs.tokens, inputs.positions, used, inputs.head, inputs.documents)
             if not loss.requires_grad:
                 raise UserError(
                     "train.freeze leaves only the encoder of images to be trained, which reads no document: train a part of "
@@ -142,14 +137,12 @@ class Passes:
             labels=copy_to(micro_batch.labels, device),
             divisor=weights.divisor,
             weights=counted,
-            softcap=self.model.spec.logit_softcap,
             rows=None if rows is None else copy_to(rows, device),
             compiled=self.config.compiles(device.type, self.model.spec),
         )
         tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
-        later = self.multi_token.later(micro_batch, head, weights.divisor, device)
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents)
 
     def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
         plan, layout = batch.plan, micro_batch.layout

@@ -25,7 +25,6 @@ from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
-from longctx.training.optimizers.average import averaged
 from longctx.training.passes import Passes
 from longctx.training.saved.best import KEY
 from longctx.training.saved.saving import Saver
@@ -125,8 +124,7 @@ class Trainer:
                 improved, last, every = False, self.steps_done == self.config.train.steps, self.config.checkpoint.every
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
-                    with averaged(self.optimizer):
-                        validation = self.validator.validate()
+                    validation = self.validator.validate()
                     metrics = replace(metrics, **asdict(validation))
                     improved = self._improves(validation.validation_loss)
                 if self.log is not None:
@@ -251,7 +249,6 @@ class Trainer:
             "stop": float(self.stop.received),
             "written": float(self.saver.written),
             **passes.balance.end_step(),
-            "mtp_loss": passes.multi_token.end_step() * counts,
         }
         ranks = dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
         plans = ranks.pop("plan")

@@ -79,7 +79,7 @@ class Split:
 
     Attributes:
         tensor: tensor parallel size.
-        pipeline: pipeline parallel size and schedule.
+        pipeline: pipeline parallel size and chunks.
         domain: number of ranks that documents and weight shards are split over.
         expert: expert parallel size; 1 without experts.
         recompute, reshard_after, reduce_after, tokens_per_rank: the settings of those names.
@@ -110,7 +110,6 @@ class Split:
             "parallel.tensor_parallel_size": self.tensor,
             "parallel.pipeline_parallel_size": self.pipeline.ranks,
             "parallel.pipeline_chunks": self.pipeline.chunks,
-            "parallel.pipeline_schedule": self.pipeline.schedule,
             "parallel.expert_parallel_size": self.expert,
             "parallel.reshard_after": self.reshard_after,
             "parallel.reduce_after": self.reduce_after,

@@ -1,6 +1,6 @@
 """Search for the best split of GPUs into tensor, pipeline and domain ranks, by the cost model and the memory model.
 
-The search space: schedules with 1, 2 or 4 stages per rank, three kinds of recomputation, weights gathered once per step or per
+The search space: pipelines with 1, 2 or 4 stages per rank, three kinds of recomputation, weights gathered once per step or per
 block and sharded over the whole domain, and tokens per rank in powers of two.
 
 Every split has a lower bound on the time of any plan under its profile. Splits are visited in ascending order of their bounds;
@@ -29,7 +29,7 @@ from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import divisors
-from longctx.planning.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
@@ -120,9 +120,7 @@ def _pipelines(ranks: int, layers: int) -> Iterator[Pipeline]:
         return
     for chunks in CHUNKS:
         if ranks * chunks <= layers:
-            yield from (Pipeline(ranks, chunks, schedule) for schedule in IN_CHUNKS if schedule != "interleaved" or chunks > 1)
-            if chunks == 1:
-                yield Pipeline(ranks)
+            yield Pipeline(ranks, chunks)
 
 
 def search(

@@ -67,7 +67,7 @@ def _captions(outcome: SearchResult) -> Sequence[str]:
         f"Of {outcome.possible:,} splits, {numbers}.",
         "Each row has the best schedule, sharding and tokens per rank for its tp, pp and recompute. Predicted, not measured.",
         "kept whole: unsharded on every rank during the step: weights and gradients (all), gradients (grads), or neither (–)",
-        "bubble: share of the step in which the pipeline fills and drains (interl: interleaved, zero: zero-bubble, × chunks)",
+        "bubble: share of the step in which the pipeline fills and drains (interl: interleaved, × chunks)",
         "memory: peak memory per rank at the full token budget",
     )
 
@@ -76,8 +76,7 @@ def schedule_name(pipeline: Pipeline) -> str:
     """Returns the schedule of a pipeline and its chunks in a few letters, and – without a pipeline."""
     if pipeline.ranks == 1:
         return "–"
-    short = {"interleaved": "interl", "zero-bubble": "zero"}.get(pipeline.schedule, pipeline.schedule)
-    return f"{short}×{pipeline.chunks}" if pipeline.chunks > 1 else short
+    return f"interl×{pipeline.chunks}" if pipeline.chunks > 1 else "1f1b"
 
 
 def _kept_whole(split: Split) -> str:

@@ -35,8 +35,7 @@ class LayerSpec:
         other_parameters: parameters of norms and biases.
         idle_parameters: parameters of matrices that do not multiply a token: experts that it does not use.
         window: attention window in tokens, the token itself included; None: no window.
-        attention_norms, mlp_norms: values per token that the norms of attention and of the MLP keep for backward, without the
-            norm before either.
+        attention_norms: values per token that norms of heads keep for backward.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
         adapter_width: values per token between the two matrices of all adapters (sum of their ranks), with DoRA also those of
             the outputs of adapters and of their layers.
@@ -48,7 +47,6 @@ class LayerSpec:
             them, and the number in the largest matrix.
         experts, experts_per_token, expert_parameters: number of experts, of those that a token uses, and parameters of all of
             them, which are part of `matrix_parameters` and `idle_parameters`; 0 without experts.
-        mlp_matrices: 3 in a gated MLP, 2 in a plain one.
         query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
         source_parameters: part of `matrix_parameters` that multiplies tokens of the source: K and V of a decoder's
             cross-attention; 0 without an encoder.
@@ -70,7 +68,6 @@ class LayerSpec:
     other_parameters: int
     window: int | None = None
     attention_norms: int = 0
-    mlp_norms: int = 0
     idle_parameters: int = 0
     adapter_parameters: int = 0
     adapter_width: int = 0
@@ -83,7 +80,6 @@ class LayerSpec:
     quantized_bytes: int = 0
     largest_quantized: int = 0
     query_parameters: int = 0
-    mlp_matrices: int = 3
     experts: int = 0
     experts_per_token: int = 0
     expert_parameters: int = 0
@@ -119,7 +115,7 @@ class LayerSpec:
             (2, heads * self.head_dim, self.hidden_size) for heads in (self.num_attention_heads, self.num_key_value_heads)
         ]
         width = self.expert_parameters // (3 * self.experts * self.hidden_size) if self.experts else 0
-        mlps = [(self.mlp_matrices, self.intermediate_size - self.routed_size), (3 * self.experts, width)]
+        mlps = [(3, self.intermediate_size - self.routed_size), (3 * self.experts, width)]
         return attention + [(count, self.hidden_size, columns) for count, columns in mlps if count * columns]
 
     def multiplications(self, keys: int) -> int:
@@ -149,12 +145,8 @@ class ModelSpec:
         hidden_size: width of the residual stream.
         vocab_size: entries of the embedding and of the output projection; None while no tokenizer is known.
         tie_word_embeddings: whether embedding and output projection are the same matrix.
-        attention_scale: factor of attention scores; None: 1/√head_dim.
-        attention_softcap, logit_softcap: tanh bounds of attention scores and of logits; 0: no bound.
-        layer_norm: whether norms are LayerNorms with biases, instead of RMSNorms.
-        position_parameters: parameters of learned positions; 0 without.
-        predictions: number of blocks for multi-token prediction, the last of `layers`; each joins two hidden states by a matrix
-            and computes logits again.
+        attention_softcap: tanh bound of attention scores; 0: no bound.
+        position_parameters: parameters of an encoder's embedding and last norm; 0 without.
         frozen_embedding, frozen_head: whether the embedding and the output projection are not trained.
         frozen_outside: number of parameters outside of the blocks that are not trained, these included.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
@@ -170,12 +162,8 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int | None
     tie_word_embeddings: bool
-    attention_scale: float | None = None
     attention_softcap: float = 0.0
-    logit_softcap: float = 0.0
-    layer_norm: bool = False
     position_parameters: int = 0
-    predictions: int = 0
     frozen_embedding: bool = False
     frozen_head: bool = False
     frozen_outside: int = 0
@@ -192,11 +180,6 @@ class ModelSpec:
         return max(self.layers, key=lambda layer: layer.parameters)
 
     @property
-    def norm_parameters(self) -> int:
-        """Number of parameters of the last norm."""
-        return self.hidden_size * (2 if self.layer_norm else 1)
-
-    @property
     def vocabulary_parameters(self) -> int:
         """Number of parameters of the embedding, and also of the output projection. Needs `vocab_size`."""
         if self.vocab_size is None:
@@ -207,19 +190,14 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of all parameters, a tied embedding counted once. Needs `vocab_size`."""
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
-        outside = embeddings + self.position_parameters + self.norm_parameters
+        outside = embeddings + self.position_parameters + self.hidden_size
         outside += self.tower_parameters + self.tower_adapters
-        return sum(layer.parameters for layer in self.layers) + outside + self.prediction_parameters
-
-    @property
-    def prediction_parameters(self) -> int:
-        """Number of parameters of multi-token prediction outside of attention and MLP: a matrix and three norms per block."""
-        return self.predictions * (2 * self.hidden_size**2 + 3 * self.norm_parameters)
+        return sum(layer.parameters for layer in self.layers) + outside
 
     @property
     def head_parameters(self) -> int:
-        """Number of parameters that multiply every token after the blocks, once per logits of a token. Needs `vocab_size`."""
-        return (1 + self.predictions) * self.vocabulary_parameters + self.predictions * 2 * self.hidden_size**2
+        """Number of parameters that multiply every token after the blocks. Needs `vocab_size`."""
+        return self.vocabulary_parameters
 
     @property
     def adapted(self) -> bool:

@@ -188,7 +188,7 @@ def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placemen
     """Returns the non-empty micro-batches and their times: longest first, or in a pipeline with rising, then falling times.
 
     The pipeline then fills and drains with short micro-batches, and concurrent forward and backward passes take similar times.
-    In simulations of torch's schedules, 1f1b and zero-bubble are 6 to 9 % faster than with the longest first, and 17 to 29 %
+    In simulations of torch's schedules, 1F1B is 6 to 9 % faster than with the longest first, and 17 to 29 %
     faster than in random order (8 ranks, 32 micro-batches with times that vary by 40 %).
     """
     used, row = np.unique(best.assignment.micro_batch, return_inverse=True)

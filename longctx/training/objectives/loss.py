@@ -29,15 +29,14 @@ def tokens_at_once(compiled: bool) -> int:
     return 4 * CHUNK_TOKENS if compiled else CHUNK_TOKENS
 
 
-def _scores(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Returns the logits in float32 or better, bounded by the soft cap if it is not 0."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
+def _scores(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the logits in float32 or better."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _log_total(logits: torch.Tensor, targets: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_total(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-sum-exp of every row and the logit of its target [rows, 1], both [rows]."""
-    scores = _scores(logits, softcap)
+    scores = _scores(logits)
     return scores.logsumexp(-1), scores.gather(1, targets).squeeze(1)
 
 
@@ -48,19 +47,15 @@ def _gradient(
     is_own: torch.Tensor,
     counts: torch.Tensor,
     divisor: torch.Tensor,
-    softcap: float,
 ) -> torch.Tensor:
-    """Returns the gradient of Σ counts · -log p / divisor with respect to the logits, before the soft cap, in their dtype."""
-    scores = _scores(logits, softcap)
-    gradient = (scores - log_total.unsqueeze(-1)).exp_()
+    """Returns the gradient of Σ counts · -log p / divisor with respect to the logits, in their dtype."""
+    gradient = (_scores(logits) - log_total.unsqueeze(-1)).exp_()
     if torch.compiler.is_compiling():  # can be fused with the other operations, unlike a scatter
         entries = torch.arange(logits.shape[1], device=logits.device)
         gradient = torch.where(is_own & (entries == targets), gradient - 1, gradient)
     else:
         gradient.scatter_add_(1, targets, -is_own.to(gradient.dtype))
     gradient = gradient.where(counts.unsqueeze(-1) != 0, 0).mul_(counts.unsqueeze(-1))
-    if softcap:
-        gradient.mul_(1 - (scores / softcap).square())
     return gradient.div_(divisor).to(logits.dtype)
 
 
@@ -84,7 +79,7 @@ class _Chunk:
     """One chunk of the loss: logits [rows, entries of this rank], their log-sum-exp and the targets' scores [rows]."""
 
     logits: torch.Tensor
-    """In the dtype of the hidden states, without soft cap."""
+    """In the dtype of the hidden states."""
     log_total: torch.Tensor
     target_logits: torch.Tensor
     targets: torch.Tensor
@@ -98,7 +93,6 @@ class _Chunk:
         weight: torch.Tensor,
         labels: torch.Tensor,
         part: VocabularyPart | None,
-        softcap: float,
         compiled: bool = False,
     ) -> "_Chunk":
         first = 0 if part is None else part.first
@@ -108,16 +102,16 @@ class _Chunk:
         is_own = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
         targets = targets.where(is_own, 0)
         logits = F.linear(hidden, weight)
-        log_total, target_logits = _run(_log_total, compiled, logits, targets, softcap)
+        log_total, target_logits = _run(_log_total, compiled, logits, targets)
         target_logits = target_logits.where(is_own.squeeze(1), 0)
         if part is not None:
             gathered = part.gather(torch.stack([log_total, target_logits]))
             log_total, target_logits = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
         return cls(logits, log_total, target_logits, targets, is_own)
 
-    def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, softcap: float, compiled: bool) -> torch.Tensor:
+    def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, compiled: bool) -> torch.Tensor:
         """Returns the gradient of Σ counts · -log p / divisor with respect to the logits."""
-        arguments = self.logits, self.log_total, self.targets, self.is_own, counts, divisor, softcap
+        arguments = self.logits, self.log_total, self.targets, self.is_own, counts, divisor
         result: torch.Tensor = _run(_gradient, compiled, *arguments)
         return result
 
@@ -135,7 +129,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         divisor: float,
         chunks: Sequence[Rows],
         part: VocabularyPart | None,
-        softcap: float,
         compiled: bool,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -147,13 +140,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
         divided_by = torch.full((), divisor, dtype=counts.dtype, device=hidden.device)
         for rows in chunks:
-            chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap, compiled)
+            chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, compiled)
             counted = counts[rows]
             losses = (chunk.log_total - chunk.target_logits).where(counted != 0, 0) * counted
             total += losses.sum(dtype=torch.float64)
             if not (for_hidden or for_weight):
                 continue
-            gradient = chunk.gradient(counted, divided_by, softcap, compiled)
+            gradient = chunk.gradient(counted, divided_by, compiled)
             if hidden_gradient is not None:
                 hidden_gradient[rows] = gradient @ weight
             if weight_gradient is not None:
@@ -174,7 +167,6 @@ def cross_entropy_sum(
     divisor: float = 1,
     chunk_tokens: int | None = None,
     weights: torch.Tensor | None = None,
-    softcap: float = 0.0,
     rows: torch.Tensor | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
@@ -191,7 +183,6 @@ def cross_entropy_sum(
         labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and its gradients are 0.
         chunk_tokens: maximum number of rows of logits in memory at a time (None: `tokens_at_once`).
         weights: weights of the tokens [tokens] (None: 1).
-        softcap: bounds the logits by tanh (0: no bound).
         rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only (None: for all rows).
         compiled: compile what follows the product with an output weight, so that its operations on the logits are fused.
     """
@@ -202,7 +193,7 @@ def cross_entropy_sum(
     if weights is not None:
         counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
     chunks = _chunks(len(labels), rows, chunk_tokens or tokens_at_once(compiled))
-    arguments = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
+    arguments = hidden, weight, labels, counts, divisor, chunks, part, compiled
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
@@ -258,7 +249,6 @@ def log_probabilities(
     weight: Projection,
     labels: torch.Tensor,
     chunk_tokens: int = CHUNK_TOKENS,
-    softcap: float = 0.0,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns log p of every label [tokens], in float32 or better, 0 where nothing is predicted.
@@ -272,7 +262,7 @@ def log_probabilities(
     values = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
     for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
-            chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
+            chunk = _Chunk.of(hidden[some], weight, labels[some], part)
             values[some] = chunk.target_logits - chunk.log_total
         else:
             logits = weight(hidden[some]).to(values.dtype).log_softmax(-1)

@@ -1,1 +1,1 @@
-"""Optimizers beside torch's AdamW, and the moving average of weights."""
+"""Optimizers beside torch's AdamW."""

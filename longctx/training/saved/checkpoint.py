@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from longctx.checksums import damage, inside, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
-from longctx.training.optimizers.average import AVERAGE
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
@@ -309,13 +308,10 @@ def _load(state: dict[str, Any], folder: Path, purpose: str, group: dist.Process
 
 
 class SavedWeights:
-    """The weights of a checkpoint, sharded over any number of ranks, read by name in one process. Raises CheckpointError.
+    """The weights of a checkpoint, sharded over any number of ranks, read by name in one process. Raises CheckpointError."""
 
-    With `averages`, their moving averages in their place, where there are any.
-    """
-
-    def __init__(self, folder: Path, *, averages: bool = False) -> None:
-        self.folder, self._averages = folder, averages
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         try:
             self._saved = TensorReader(folder).read_metadata().state_dict_metadata
         except (OSError, CheckpointError) as error:
@@ -333,27 +329,13 @@ class SavedWeights:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns whole tensors on the CPU."""
         weights = {name: self._empty(name, "cpu") for name in names}
-        state: dict[str, Any] = {"model": {}, "optimizer": {}}
-        for name, weight in weights.items():
-            part, _, key = self._key(name).partition(".")
-            state[part][key] = weight
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process
-            _load(state, self.folder, EARLIER, None)
+            _load({"model": weights}, self.folder, EARLIER, None)
         return weights
 
-    @property
-    def averaged(self) -> bool:
-        """Whether there are averages."""
-        return any(name.endswith(f".{AVERAGE}") for name in self.names)
-
-    def _key(self, name: str) -> str:
-        """Returns the name of a weight, or of its average, among all tensors."""
-        average = f"optimizer.state.{name}.{AVERAGE}"
-        return average if self._averages and average in self._saved else f"model.{name}"
-
     def _empty(self, name: str, device: str) -> torch.Tensor:
-        saved = self._saved.get(self._key(name))
+        saved = self._saved.get(f"model.{name}")
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(f"{self.folder} has no {name}: it is not a checkpoint of the whole model")
         return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)

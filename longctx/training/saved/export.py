@@ -52,16 +52,13 @@ class Exported:
     bytes: int
     files: int
     has_tokenizer: bool
-    left_out: int = 0
-    """Number of blocks for multi-token prediction, which transformers' models do not have."""
 
     @property
     def said(self) -> str:
         count = "1 file" if self.files == 1 else f"{self.files} files"
         tokenizer = "" if self.has_tokenizer else ", without a tokenizer (the run folder has none)"
-        left_out = f"; {self.left_out} of multi-token prediction left out" if self.left_out else ""
         size = f"{self.bytes / 1e9:,.3f} GB in {count}"
-        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}{left_out}"
+        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}"
 
 
 def check_place(out: Path, overwrite: bool) -> None:
@@ -83,12 +80,10 @@ def export(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     merge: bool = False,
-    last: bool = False,
 ) -> Exported:
     """Writes the newest complete checkpoint of a run, or that of `step`, to `out` as a transformers checkpoint.
 
-    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters. Of a run with an
-    average of the weights, the average is written, or with `last` the weights of the step.
+    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters.
 
     Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started from, or float32 for new
     weights. Raises ExportError, CheckpointError or NoNativeModel.
@@ -97,9 +92,7 @@ def export(
     chosen = _find(run, step)
     kept = model_folder(run)
     model, source = _build(chosen, kept)
-    saved = SavedWeights(chosen.folder, averages=not last)
-    if last and not saved.averaged:
-        raise ExportError(f"{chosen.folder} has no average of the weights: omit --last")
+    saved = SavedWeights(chosen.folder)
     if merge and not isinstance(model, AdaptedModel):
         raise ExportError(f"{run} has no adapters to merge: omit --merge")
     partial = out.with_name(out.name + ".partial")
@@ -124,7 +117,7 @@ def export(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out), model.spec.predictions)
+    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out))
 
 
 def has_tokenizer(folder: Path) -> bool:
