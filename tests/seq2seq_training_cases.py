@@ -83,10 +83,10 @@ def reference(folder: Path, *given: Any, start: int = START) -> Step:
     return loss, {name: _gradient(weight) for name, weight in model.named_parameters()}, state
 
 
-def adapted_reference(folder: Path, state: dict[str, torch.Tensor], dora: bool) -> Step:
+def adapted_reference(folder: Path, state: dict[str, torch.Tensor]) -> Step:
     """Returns the same with peft's adapters, whose values are in `state`."""
     base = AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=dora)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     model = get_peft_model(base, lora).base_model.model.eval()
     model.load_state_dict(state)
     return unpacked(model, *documents()), {name: _gradient(weight) for name, weight in model.named_parameters()}, state

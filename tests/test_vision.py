@@ -1,6 +1,5 @@
 """Vision-language models: loss and gradients of transformers' own code, however documents and their images are split."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -81,22 +80,3 @@ def test_a_spec_has_all_parameters(tmp_path: Path) -> None:
         assert abs(source.spec.parameters - sum(weight.numel() for weight in model.parameters())) <= 64  # of norms
         tower = sum(weight.numel() for name, weight in model.named_parameters() if ".language_model." not in name)
         assert source.spec.tower_parameters == tower - (0 if source.spec.tie_word_embeddings else 96 * 32)
-
-
-@pytest.mark.parametrize(
-    ("family", "frozen"),
-    [("qwen2_5_vl", r"\.visual\."), ("gemma3", r"\.language_model\."), ("qwen3_vl", r"language_model\.(embed|layers\.0)")],
-    ids=["encoder", "language model", "first layers"],
-)
-def test_frozen_parts_get_no_gradient(workers: Workers, tmp_path: Path, family: str, frozen: str) -> None:
-    """Ranks without tokens of images take part in the backward of those with some."""
-    folder = vision_cases.save_model(tmp_path / "model", family)
-    loss, gradients, state = vision_cases.reference(folder, family)
-    expected = loss, {name: 0 * part if re.search(frozen, name) else part for name, part in gradients.items()}, state
-    assert_step(workers.run(vision_cases.vision_step, 2, folder, family, [f"train.freeze=['{frozen}']"]), expected)
-
-
-def test_a_frozen_language_model_needs_images(workers: Workers, tmp_path: Path) -> None:
-    folder = vision_cases.save_model(tmp_path / "model", "gemma3")
-    with pytest.raises(AssertionError, match=r"train\.freeze leaves only the encoder of images to be trained"):
-        workers.run(vision_cases.step_without_images, 1, folder, "gemma3", [r"train.freeze=['\.language_model\.']"])

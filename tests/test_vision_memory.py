@@ -29,7 +29,7 @@ def peak(folder: Path, run: Path, settings: list[str]) -> int:
 
 
 ADAPTERS = ["lora.rank=8", "lora.target_modules=[all-linear, visual.all-linear]"]
-CASES = [*((family, []) for family in TOWERS), ("llava", ["train.freeze=[vision_tower]"]), ("qwen3_vl", ADAPTERS)]
+CASES = [*((family, []) for family in TOWERS), ("qwen3_vl", ADAPTERS)]
 
 
 @pytest.mark.parametrize(("family", "others"), slow_unless(lambda family, others: others or family == "qwen3_vl", CASES))

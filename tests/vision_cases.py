@@ -208,17 +208,6 @@ def vision_step(folder: Path, family: str, settings: list[str]) -> Step:
     return step(folder, settings, lambda ranks, rank: make_batch(family, ranks, rank))
 
 
-def step_without_images(folder: Path, family: str, settings: list[str]) -> Step:
-    """As `vision_step`, of documents of the same lengths without images."""
-
-    def make(ranks: int, rank: int) -> StepBatch:
-        batch = make_batch(family, ranks, rank)
-        texts = [replace(each, images=None, tokens=each.tokens.clamp(max=10)) for each in batch.micro_batches]
-        return replace(batch, micro_batches=texts)
-
-    return step(folder, settings, make)
-
-
 def adapted_step(folder: Path, family: str, settings: list[str], values: dict[str, torch.Tensor]) -> Step:
     """As `vision_step`, with these values of adapters."""
     from longctx.model.lora import AdaptedModel

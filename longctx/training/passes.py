@@ -12,7 +12,6 @@ from longctx.attention import RingAttention
 from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
-from longctx.errors import UserError
 from longctx.model.protocol import Attention, MakeAttention, Projection
 from longctx.model.seq2seq import SourceAttention
 from longctx.model.source import ModelSource
@@ -135,11 +134,6 @@ class Passes:
         with record_function(inputs.name):
             arguments = inputs.tokens, inputs.positions, used, inputs.head, inputs.documents
             loss: torch.Tensor = self.model(*arguments, **inputs.optional)
-            if not loss.requires_grad:  # so on all ranks: with images, the encoder would have gradients
-                raise UserError(
-                    f"{inputs.name} has no images, and train.freeze leaves only the encoder of images to be trained: remove "
-                    "documents without images, or train a part of the language model"
-                )
             loss.backward()
         return loss.detach()
 
