@@ -74,7 +74,6 @@ class SourceCounts:
         bad: number of answers that their records mark as bad, which are left out or trained on.
         untrained: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
-        read_anew: whether earlier versions may have read a record differently.
     """
 
     not_text: list[str] = field(default_factory=list)
@@ -84,7 +83,6 @@ class SourceCounts:
     bad: int = 0
     untrained: int = 0
     unused: dict[str, int] = field(default_factory=dict)
-    read_anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,6 @@ class Corpus:
             if is_bad and self.bad_answers == "drop":
                 continue
             for document in documents:
-                counts.read_anew |= document.read_anew
                 for key in document.unused:
                     counts.unused[key] = counts.unused.get(key, 0) + 1
                 if document.is_empty or not document.has_loss:

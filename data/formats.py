@@ -72,8 +72,6 @@ BAD_ANSWERS = ("error", "drop", "train")
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys of a message that say whether it has a loss."""
 UNCLEAR_LOSS_KEYS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
-READING = 2
-"""Version of how records are read; conversations without tool calls and keys with a new meaning are read as in version 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,6 @@ class Document:
         weight: weight of each of its tokens in the loss.
         message_weights: weights of messages, by index; 0: it must not be trained on. All others have 1.
         unused: keys of the record that are not used.
-        read_anew: whether earlier versions of longctx may have read the record differently.
         is_bad: whether its record marks it as a bad answer.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
         images: images and videos of a conversation, in whose messages `IMAGE` or `VIDEO` stands for each; see `image_sources`.
@@ -104,7 +101,6 @@ class Document:
     weight: float = 1.0
     format: str = "text"
     message_weights: Mapping[int, float] = field(default_factory=dict)
-    read_anew: bool = False
     unused: tuple[str, ...] = ()
     is_bad: bool = False
     ids: Ids | None = None
@@ -204,7 +200,6 @@ def _conversations(
     for key, way_out in UNSUPPORTED.items():
         if record.get(key):
             raise FormatError(f"`{key}` is not supported: {way_out}")
-    read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
     is_bad = False
     if kind == PAIRS:
         asked = next((key for key in ("prompt", "messages", "conversations", "instruction") if record.get(key)), "prompt")
@@ -219,7 +214,7 @@ def _conversations(
             whole = {"chosen": messages, "rejected": record[key]}
             answer = {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]}
             sides = _pair(whole if key == "rejected_messages" else answer)
-            kind, read_anew, used = PAIRS, True, used | {key}
+            kind, used = PAIRS, used | {key}
             break
     if record.get("history") and "history" not in used:
         raise FormatError("`history` is only read before an instruction or a prompt that is a text: write it into the messages")
@@ -237,11 +232,7 @@ def _conversations(
                 raise FormatError("`system` differs from the system message at the start: remove one of the two")
         messages, weights = _loss(messages)
         document_name, share = (f"{name}#{side}", source_bytes / 2) if kind == PAIRS else (name, source_bytes)
-        anew = read_anew or bool(weights)
-        for message in messages:
-            if message.keys() - {"role", "content"}:
-                anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
-        rest = first, weight, kind, weights, anew, (), is_bad
+        rest = first, weight, kind, weights, (), is_bad
         documents.append(Document(document_name, share, None, tuple(messages), tools, *rest, images=tuple(images)))
         if kind == PAIRS and not documents[-1].has_loss:
             raise FormatError(f"the {side} answer has no loss, which its messages switch off: remove the record")

@@ -62,7 +62,6 @@ class Manifest:
         start_token: token that a decoder reads first, before each target; None: the store is not for encoder-decoders.
         limits: maximum number of documents and of bytes, where reading stopped.
         images: number of images.
-        reading: version of how records were read.
     """
 
     request: str
@@ -110,7 +109,6 @@ class Manifest:
     start_token: int | None = None
     limits: dict[str, int] = field(default_factory=dict)
     images: int = 0
-    reading: int = 1
     checksums: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -21,7 +21,7 @@ from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
-from longctx.data.formats import PAIRS, READING, TOKEN_IDS, WITHOUT_TEMPLATE, Document
+from longctx.data.formats import PAIRS, TOKEN_IDS, WITHOUT_TEMPLATE, Document
 from longctx.data.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
@@ -117,9 +117,9 @@ def prepare(
         empty_thoughts,
     )
     progress("reading the source", 1)
-    if (manifest := present(out, request.digests, corpus, overwrite)) is not None:
+    if (manifest := present(out, request.digest, overwrite)) is not None:
         return Prepared(manifest, made=False)
-    with partial_folder(out, request.digests[True]) as folder:
+    with partial_folder(out, request.digest) as folder:
         manifest = _write(request, folder, long_documents, workers, progress)
         manifest.save(folder)
         put_in_place(folder, out)
@@ -156,7 +156,7 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         raise _unnamed(request.corpus)
     if pretrained is not None and request.templates is None and conversations and request.start is None:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
-    fingerprint = request.fingerprint(tokenizer, counts, conversations)
+    fingerprint = request.fingerprint(tokenizer)
     write_dataset_files(folder, tokenizer, parts, fingerprint, request.images is not None, request.start is not None)
     manifest = _manifest(
         folder,
@@ -164,7 +164,7 @@ def _write(request: StoreRequest, folder: Path, long_documents: str, workers: in
         tokenizer,
         parts,
         counts,
-        request=request.digests[conversations],
+        request=request.digest,
         fingerprint=fingerprint,
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
@@ -310,7 +310,6 @@ def _manifest(
         bad_answers={corpus.bad_answers: counts.bad} if counts.bad else {},
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
-        reading=READING,
         dropped_documents=sum(part.dropped_documents for part in parts),
         truncated_documents=sum(part.truncated_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),

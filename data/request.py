@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.data.chat import TRAIN_ON, ChatError, ChatML
-from longctx.data.corpus import Corpus, SourceCounts
-from longctx.data.formats import PAIRS, READING
+from longctx.data.corpus import Corpus
 from longctx.data.image_processor import PROCESSORS, ImageTokens
 from longctx.data.image_sources import frames_of
 from longctx.data.manifest import VERSION
@@ -36,9 +35,7 @@ class StoreRequest:
         template: the templates, ready to render; None: ChatML.
         vocab_size, chat_template, train_on, max_length: as in `prepare`.
         source: fingerprint of the source.
-        settings: settings in the fingerprints of request and store. Defaults of newer settings are left out, so that stores of
-            earlier versions still match.
-        ends: setting of stores with conversations whose ends are trained, which earlier versions did not.
+        settings: settings in the fingerprints of request and store.
         images: writes the tokens of images; None if the source has no images.
     """
 
@@ -54,7 +51,6 @@ class StoreRequest:
     max_length: int | None
     source: str
     settings: Mapping[str, Any]
-    ends: Mapping[str, Any]
     images: ImageTokens | None = None
 
     @property
@@ -109,13 +105,11 @@ class StoreRequest:
             in_parts = pretrained.processor in PROCESSORS
             template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on, empty_thoughts, in_parts)
             if any("<think>" in text or reasoning_keys(text) for text in templates.values()):
-                settings["empty_thoughts"] = (
-                    empty_thoughts  # earlier versions trained on them, and lost reasoning by other keys
-                )
+                settings["empty_thoughts"] = empty_thoughts
         images, of_images = _images_of(corpus, tokenizer, pretrained, template)
         settings |= of_images
         late_end = template.ends_no_turn if template is not None else ready_made is None or ChatML(ready_made).ends_as_text
-        ends = {"end": True} if late_end and train_on != "all" else {}
+        settings["end"] = late_end and train_on != "all"
         return cls(
             corpus,
             tokenizer,
@@ -129,28 +123,20 @@ class StoreRequest:
             max_length,
             corpus.fingerprint(),
             settings,
-            ends,
             images,
         )
 
     @property
-    def digests(self) -> dict[bool, str]:
-        """Digests of the request if the source has no conversations (False), and if it has (True)."""
+    def digest(self) -> str:
+        """Digest of the request."""
         choice = ["bpe", self.vocab_size] if self.given is None else [self.given.fingerprint, self.given.end_of_document]
         request = {"version": VERSION, "source": self.source, "tokenizer": choice, **self.settings}
-        return {False: digest(request), True: digest({**request, **self.ends})}
+        return digest(request)
 
-    def fingerprint(self, tokenizer: Tokenizer, counts: SourceCounts, conversations: bool) -> str:
+    def fingerprint(self, tokenizer: Tokenizer) -> str:
         """Returns the fingerprint of the store that was made."""
         content = {"source": self.source, "tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
-        content |= self.settings
-        if PAIRS in counts.formats:  # earlier versions may have read other documents from these records
-            content["pairs"] = True
-        if conversations:
-            content |= self.ends
-        if counts.read_anew:
-            content["reading"] = READING
-        return digest({"version": VERSION, **content})
+        return digest({"version": VERSION, **content, **self.settings})
 
     def template_in_words(self, tokenizer: Tokenizer) -> str:
         """Describes the chat template, and how the tokens to train on were found."""

@@ -4,12 +4,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from longctx.data.corpus import Corpus, SourceCounts
-from longctx.data.formats import READING
 from longctx.data.manifest import TOKENIZER, Manifest, StoreError, is_store
 from longctx.data.writer import (
     JOURNAL,
@@ -22,11 +20,8 @@ LAYOUT = 4  # version of the files in an unfinished store; other versions cannot
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
 
 
-def present(out: Path, requests: Mapping[bool, str], corpus: Corpus, overwrite: bool) -> Manifest | None:
-    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError.
-
-    `requests` are that of stores without (False) and with conversations (True).
-    """
+def present(out: Path, request: str, overwrite: bool) -> Manifest | None:
+    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not is_store(out):
@@ -37,22 +32,15 @@ def present(out: Path, requests: Mapping[bool, str], corpus: Corpus, overwrite: 
         if overwrite:
             return None
         raise
-    matches = manifest.request == requests[manifest.conversations]
-    if matches and (manifest.reading == READING or not _read_anew(corpus, manifest)):
+    if manifest.request == request:
         return manifest
-    if overwrite or matches:  # made by an earlier version, which read these records differently
+    if overwrite:
         return None
     raise StoreError(
-        f"{out} holds a store of another source, other settings or an earlier version ({manifest.source}, "
+        f"{out} holds a store of another source or other settings ({manifest.source}, "
         f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose another --out, or replace it with "
         "--overwrite"
     )
-
-
-def _read_anew(corpus: Corpus, manifest: Manifest) -> bool:
-    """Returns whether the version that made a store may have read the records differently."""
-    counts = SourceCounts()
-    return manifest.conversations and (any(counts.read_anew for _ in corpus.documents(counts)) or counts.read_anew)
 
 
 @contextmanager

@@ -349,42 +349,6 @@ def test_chatml_names_what_it_leaves_out(tmp_path: Path, turn: dict[str, Any], c
             made(tmp_path, [{"messages": [asked, {**answered, "content": "", **turn}]}])
 
 
-# --- stores of earlier versions
-
-
-@pytest.mark.parametrize(
-    ("record", "valid"),
-    [
-        ({"text": "x y", "source": "web"}, True),
-        ({"messages": chat("Q", "A"), "source": "web"}, True),
-        ({"instruction": "Q", "output": "A", "system": "S"}, True),
-        (flagged({"weight": 0}, "messages"), False),
-        ({"messages": chat("Q", "A"), "system": "S"}, False),
-        ({"instruction": "Q", "output": "A", "history": [["Q", "A"]]}, False),
-        ({"messages": chat("Q", "A"), "rejected_response": "B"}, False),
-        ({"messages": [*chat("Q"), {"role": "assistant", "content": "A", "reasoning_content": "R", "weight": 1}]}, True),
-        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "weight": 1}]}, True),
-        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "reasoning": "R"}]}, False),
-    ],
-)
-def test_stores_of_earlier_versions_are_valid_if_their_records_are_read_as_before(
-    tmp_path: Path, record: dict[str, Any], valid: bool
-) -> None:
-    corpus = open_corpus(str(written(tmp_path, [record])))
-    out, options = tmp_path / "store", {"tokenizer": "bytes"}
-    now = prepare(corpus, out, **options).manifest
-    assert not prepare(corpus, out, **options).made
-    content = json.loads((out / "manifest.json").read_text())
-    for key in ("reading", "unused", "left_out", "untrained_documents", "checksums", "checksum"):
-        del content[key]
-    if now.pairs:  # what earlier versions wrote of them
-        content["pairs"], content["formats"] = False, {"messages": 1}
-    (out / "manifest.json").write_text(json.dumps(content))
-    assert prepare(corpus, out, **options).made is not valid
-    assert not prepare(corpus, out, **options).made
-    assert Manifest.load(out).reading == (1 if valid else 2)
-
-
 def test_an_interrupted_preparation_goes_on(
     tmp_path: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

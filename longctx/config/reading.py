@@ -16,14 +16,6 @@ from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
 """All settings by dotted name."""
-RENAMED = {"context.head_exchange": "context.ulysses_degree"}
-"""Settings of earlier versions → their current names."""
-REMOVED: dict[str, tuple[Any, str]] = {
-    "context.recalibrate": (False, "omit it"),
-    "train.fused": (None, "omit it: torch.compile (train.compile) fuses these operations, and torch's own norms are fused"),
-    "stages": ([], "write the settings of a later part into a file of its own: longctx train FILE --continue RUN"),
-}
-"""Settings of earlier versions that are gone → the value at which run folders may still have them, and the way out."""
 Values = dict[str, Any]
 """Settings as read, by section, or by key."""
 
@@ -47,11 +39,6 @@ def load(
         " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides or defaults)) or "the defaults"
     )
     values = {} if path is None else _read(Path(path))
-    for name, (unused, _) in REMOVED.items():
-        section, _, key = name.rpartition(".")
-        content = values.get(section) if section else values
-        if isinstance(content, dict) and content.get(key, unused) == unused:
-            content.pop(key, None)
     for section, settings in (defaults or {}).items():
         own_values = values.setdefault(section, {})
         if isinstance(own_values, dict):
@@ -143,16 +130,10 @@ def _explain(details: ErrorDetails) -> Problem:
     section, *keys = map(str, details["loc"])
     name = ".".join([section, *keys[:1]])
     value = details["input"]
-    if section in REMOVED:
-        name = section
     if details["type"] == "extra_forbidden":
         if len(keys) > 1:
             rule = f"unknown key {keys[-1]} (at {'.'.join(keys[1:-1])})"
             return Problem(name, value, rule, f"see `longctx config {section}`: {SETTINGS[name].description}")
-        if name in RENAMED:
-            return Problem(name, value, f"renamed to {RENAMED[name]}", f"write {RENAMED[name]}={yaml_text(value)}")
-        if name in REMOVED:
-            return Problem(name, value, "this setting was removed", REMOVED[name][1])
         if (keys or [section])[-1].isdecimal():
             fix = "if it is a row of context.bins, indent it further than `bins:`; otherwise remove it"
             return Problem(name, value, "a number is not the name of a setting", fix)

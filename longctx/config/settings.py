@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import Lora
-from longctx.model.presets import PRESETS, RENAMED, ModelShape
+from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
 from longctx.planning.plan import Mode
@@ -71,10 +71,8 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError if they are inconsistent."""
         if self.preset not in PRESETS:
-            rule, fix = "unknown preset", f"choose one of {', '.join(PRESETS)}"
-            if self.preset in RENAMED:
-                rule, fix = "this preset was renamed", f"write {RENAMED[self.preset]}"
-            raise ConfigError.of([Problem("model.preset", self.preset, rule, fix)], "the model section")
+            fix = f"choose one of {', '.join(PRESETS)}"
+            raise ConfigError.of([Problem("model.preset", self.preset, "unknown preset", fix)], "the model section")
         replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
