@@ -43,15 +43,6 @@ COMMANDS = (
     "config",
 )
 
-RENAMED = {
-    "profile": {"": "`longctx calibrate`"},
-    "compare": {"--measure": "longctx measure CONFIG", "--parallel": "longctx split --gpus N"},
-    "estimate": {"--ranks": "--gpus"},
-    "train": {"--ranks": "--gpus", "--profile-steps": "--trace-steps"},
-    "prepare": {"--template-variables": "--template-set NAME=VALUE, for each variable"},
-}
-"""Command → old option → what to give instead; the option "" is the command itself."""
-
 PROCESSES_HELP = (
     "start N processes on this machine, by torchrun (default: this process; on several machines, start torchrun on each)"
 )
@@ -72,7 +63,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit status; `argv` is `sys.argv[1:]` unless given."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] not in (*COMMANDS, *RENAMED):
+    if not argv or argv[0] not in COMMANDS:
         return _main_help(argv)
     name, rest = argv[0], argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -80,9 +71,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if any("\0" in argument for argument in argv):
             raise UserError("an argument has a NUL character, which no path or setting may have: remove it")
-        for old, new in RENAMED.get(name, {}).items():
-            if not old or any(argument.split("=")[0] == old for argument in rest):
-                raise UserError(f"{old or f'`longctx {name}`'} was renamed: give {new}")
         _check_package()
         return _run(name, rest)
     except BrokenPipeError:  # `longctx plan | head`: the reader has left, and there is nobody to tell

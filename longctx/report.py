@@ -41,8 +41,6 @@ def _first_line(run: Run, trainer: Trainer) -> str:
     if trainer.steps_done >= config.train.steps:
         start += f", the last step by train.steps {config.train.steps}: nothing to do"
     parameters = f"{format_count(model.spec.parameters)} parameters"
-    if config.train.freeze is not None:
-        parameters = f"{model.spec.trained_parameters:,} of {model.spec.parameters:,} parameters trained (train.freeze)"
     if config.lora.rank is not None:
         total = model.spec.parameters
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

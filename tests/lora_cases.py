@@ -15,7 +15,7 @@ from longctx.config import Config, load
 from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.model.huggingface import OURS
-from longctx.model.lora import LENGTHS, write_adapter
+from longctx.model.lora import write_adapter
 from longctx.parallel.compilation import compile_blocks
 from longctx.training import build
 from longctx.training.optimizer import learning_rate
@@ -55,7 +55,7 @@ def draw(model: torch.nn.Module) -> Tensors:
     for name, value in values.items():
         if "lora_" in name:
             noise = torch.randn(value.shape, generator=generator)
-            values[name] = value * (1 + 0.1 * noise) if name.endswith(LENGTHS) else 0.1 * noise
+            values[name] = 0.1 * noise
     return values
 
 

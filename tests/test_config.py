@@ -168,7 +168,7 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
         ("train.run_dir=3", "must be a path"),
         ("optimizer.betas=[0.9]", "required"),
         ("model.preset=huge", "unknown preset"),
-        ("model.preset=8b", "write llama-3.1-8b"),
+        ("model.preset=8b", "unknown preset"),
         ("model.num_attention_heads=3", "which is not divisible by num_key_value_heads 2"),
         ("model.head_dim=33", "must be even"),
         ("model.hidden_size=0", "greater than or equal to 1"),

@@ -20,20 +20,11 @@ VALUES = (
     *(["q_proj"], [0.8, 0.9], {8192: 1}, [{"path": "a", "weight": 1.0}]),
 )
 """Values to try where a condition does not say the value."""
-OWN = {"lora.target_parameters": ["experts.down_proj"]}
-"""Values of settings that take only names of the model."""
 NEEDS = {
     "model.from_pretrained is not null": "model.from_pretrained=llama",
     "sizes are taken": "model.preset=tiny-moe",
     "lora.rank is not null": "model.from_pretrained=llama",
     "without LoRA": "model.from_pretrained=llama",
-    "measures rows": "model.from_pretrained=llama",
-    "in peft's code": "model.from_pretrained=llama",
-    "and lora.dora is true": "lora.rank=8",
-    "lora.dora is true and lora": "lora.rank=8",
-    "lora.target_parameters is not null and lora.rank is null": "model.from_pretrained=mixtral",
-    "train.compile is true and lora.target_parameters": "model.from_pretrained=mixtral",
-    "and lora.target_parameters is not null": "lora.rank=8",
     "cannot be quantized": "model.from_pretrained=llama",
     "can be balanced": "model.from_pretrained=llama",
     "linear attention is true": "model.from_pretrained=mamba2",
@@ -74,7 +65,7 @@ def another_value(name: str, condition: str) -> object:
     """Returns a value that the setting takes and the condition holds for."""
     (parsed,) = _conditions(condition)
     section, key = name.split(".")
-    for value in [OWN[name]] if name in OWN else VALUES:
+    for value in VALUES:
         try:
             SECTIONS[section].model_validate({key: value})
         except ValidationError:

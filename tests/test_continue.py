@@ -216,15 +216,3 @@ def test_what_cannot_go_on_is_refused(
     words = [word.format(runs=whole[0], store=stores[0]) for word in more]
     assert train(files, tmp_path, "--batch.tokens_per_rank=800", *words) == 2
     assert says in capfd.readouterr().err
-
-
-def test_a_checkpoint_of_a_later_stage_is_refused(whole: tuple[Path, Rows], tmp_path: Path) -> None:
-    """Versions with `stages` wrote which one a checkpoint belongs to; its RoPE was in no setting of the whole run."""
-    from longctx import checksums
-
-    shutil.copytree(whole[0] / "short", tmp_path / "run", symlinks=True)
-    file = checkpoint.folder_of(tmp_path / "run", 3) / "state.json"
-    state, _ = checksums.unsealed(json.loads(file.read_text()))
-    file.write_text(json.dumps(checksums.sealed({**state, "stage": 1})))
-    with pytest.raises(ValueError, match="belongs to a later stage of a run with `stages`"):
-        checkpoint.newest(tmp_path / "run")

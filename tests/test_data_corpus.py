@@ -304,7 +304,7 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    """Nor do stores of earlier versions, in which it is, match."""
+    """Nor do stores of the text without it match."""
     (tmp_path / "s.txt").write_bytes(b"a")
     plain = open_corpus(str(tmp_path / "s.txt")).fingerprint()
     (tmp_path / "s.txt").write_bytes(b"\xef\xbb\xbfa")

@@ -257,7 +257,7 @@ def test_chatml_names_what_it_leaves_out(tmp_path: Path, turn: dict[str, Any], c
             made(tmp_path, [{"messages": [asked, {**answered, "content": "", **turn}]}])
 
 
-# --- stores of earlier versions
+# --- preparations that stopped
 
 
 def test_an_interrupted_preparation_goes_on(

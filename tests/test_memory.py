@@ -214,9 +214,6 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
 @pytest.mark.parametrize(
     ("field", "moment", "part", "bytes_each"),
     [
-        ("largest_measured", "last MLP", "working", 3 * 2),
-        ("adapted_experts", "last MLP", "working", 2),
-        ("adapted_experts", "last MLP", "activations", 2 * len(SPEC.layers)),
         ("linear_working", "last attention", "working", LOAD.tokens),
         ("tower_values", "end of backward", "activations", 2 * LOAD.tokens),
     ],

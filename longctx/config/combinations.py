@@ -162,15 +162,11 @@ def _rows() -> Iterator[Row]:
 
 
 def _objectives() -> Iterator[Row]:
-    without_effect = ("alpha is not null", "rank_stabilized is true", "dora is true", "target_modules is not all-linear")
-    for setting in (f"lora.{each}" for each in (*without_effect, "target_parameters is not null")):
-        yield Row(setting, NO_LORA, "it has no effect without LoRA")
+    for setting in ("alpha is not null", "rank_stabilized is true", "target_modules is not all-linear"):
+        yield Row(f"lora.{setting}", NO_LORA, "it has no effect without LoRA")
     yield Row("lora.base is not null", NO_LORA, "weights that are trained cannot be quantized")
-    quantized = Where("lora.base is not null", ("lora.base=null",))
-    yield Row("lora.dora is true", quantized, "peft measures rows of plain weights")
     yield Row("lora.rank is not null", NEW_MODEL, "adapters are trained on the weights of a checkpoint")
     yield Row("model.implementation is native", LORA, "the native decoder has no adapters")
-    yield Row("train.freeze is not null", LORA, "all weights but the adapters are frozen already")
     for setting in SPLIT:
         yield Row(setting, LORA, "the frozen weights of LoRA are sharded over all ranks and have no gradients")
 
@@ -248,10 +244,6 @@ def _optimizers() -> Iterator[Row]:
 
 
 def _speed() -> Iterator[Row]:
-    dora = Where("lora.dora is true", ("lora.dora=false",))
-    experts = Where("lora.target_parameters is not null", ("lora.target_parameters=null",))
-    for setting in (dora, experts):
-        yield Row("train.compile is true", setting, "torch.compile breaks the graph in peft's code, in every layer")
     yield Row("train.compile is true", Where("linear attention is true"), "chunks and messages differ between micro-batches")
     float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
     yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")

@@ -23,6 +23,9 @@ ELSEWHERE = {
     "masked": f"masked tokens are learnt inside transformers.Trainer, {_BY_ONE_CALL}",
     "images": f"images and videos are read inside Trainer and SFTTrainer, {_BY_ONE_CALL}",
     "encoder": f"encoders run inside transformers.Trainer, encoder-decoders inside Seq2SeqTrainer, {_BY_ONE_CALL}",
+    "train.freeze": f"freeze parameters by requires_grad_(False) inside Trainer or SFTTrainer, {_BY_ONE_CALL}",
+    "lora.dora": f"DoRA is peft's, inside Trainer or SFTTrainer, {_BY_ONE_CALL}",
+    "lora.target_parameters": f"adapters of stacked experts are peft's, inside Trainer or SFTTrainer, {_BY_ONE_CALL}",
     "data.rollouts": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
 }
 """Sections and settings that people look for → where their job runs."""

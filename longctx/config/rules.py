@@ -11,7 +11,7 @@ from longctx.config.process_rules import process_rules
 from longctx.config.run import FLOAT8_ROWS, Config
 from longctx.errors import UserError, install, shell
 from longctx.model.context_extension import RopeError
-from longctx.model.options import ALL_LINEAR, FreezeError, LoraError, QuantizationError, StackError
+from longctx.model.options import ALL_LINEAR, LoraError, QuantizationError
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.ulysses import ulysses_degrees
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError
@@ -55,12 +55,8 @@ def _model(config: Config, error: UserError) -> Iterator[Problem]:
         yield Problem(
             f"model.{model.changed_rope[0][0]}", model.changed_rope[0][1], str(error), fix, ("model.from_pretrained",)
         )
-    elif isinstance(error, FreezeError):
-        yield Problem("train.freeze", config.train.freeze, str(error), "correct it, or omit it to train all parameters")
     elif isinstance(error, QuantizationError):
         yield Problem("lora.base", lora.base, str(error), "omit it", ("model.from_pretrained",))
-    elif isinstance(error, StackError):
-        yield Problem("lora.target_parameters", lora.target_parameters, str(error), "correct it, or omit it", ("lora.dora",))
     elif not isinstance(error, LoraError):
         yield Problem("model.from_pretrained", model.from_pretrained, str(error), _without(config), ("model.implementation",))
     elif _installed("peft"):  # `_missing` says that it is not

@@ -49,14 +49,6 @@ class Config(BaseModel):
 
         Raises ConfigError if the sizes are inconsistent, PretrainedError if the checkpoint cannot be used.
         """
-        if self.train.freeze is not None and self.lora.rank is None:
-            from longctx.model.frozen import partly_frozen  # planning reads settings without torch
-
-            trained = self.changed({"train.freeze": None})
-            source = trained.model_source(vocab_size)
-            known = source.spec.vocab_size is not None
-            sized: Any = source if known else trained.model_source(256)  # any number of entries tells what is frozen
-            return partly_frozen(sized, tuple(self.train.freeze), known)
         if self.model.from_pretrained is None:
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
         parallel = self.parallel
@@ -104,9 +96,9 @@ class Config(BaseModel):
         """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Experts, linear attention and DoRA are not compiled; tiles would compile every block again for every
+        # Experts and linear attention are not compiled; tiles would compile every block again for every
         # number of tiles.
-        if device != "cuda" or self.watches_checkpoint or self.lora.dora or self.lora.target_parameters:
+        if device != "cuda" or self.watches_checkpoint:
             return False
         if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
             return False

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.options import Lora
-from longctx.model.presets import PRESETS, RENAMED, ModelShape
+from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
 from longctx.planning.plan import Mode
@@ -71,10 +71,8 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
     def sizes(self) -> ModelShape:
         """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError if they are inconsistent."""
         if self.preset not in PRESETS:
-            rule, fix = "unknown preset", f"choose one of {', '.join(PRESETS)}"
-            if self.preset in RENAMED:
-                rule, fix = "this preset was renamed", f"write {RENAMED[self.preset]}"
-            raise ConfigError.of([Problem("model.preset", self.preset, rule, fix)], "the model section")
+            fix = f"choose one of {', '.join(PRESETS)}"
+            raise ConfigError.of([Problem("model.preset", self.preset, "unknown preset", fix)], "the model section")
         replaced = self.model_dump(exclude=set(_Start.model_fields), exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
@@ -108,17 +106,12 @@ class LoraSection(Section):
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
     rank_stabilized: bool = False
     """scale by alpha / √rank instead, so that outputs do not shrink at high ranks (rsLoRA); set alpha with it"""
-    dora: bool = False
-    """also train the length of each row of the adapted weights (DoRA); each pass computes the lengths from the whole weights"""
     dropout: float = Field(0.0, ge=0, le=1)
     """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
-    layer but the output head (experts stored as one parameter are not linear layers: see target_parameters); of a model that
-    reads images those of its language model"""
-    target_parameters: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
-    """experts stored as one parameter that get adapters too, by the last parts of their names, such as
-    [experts.gate_up_proj, experts.down_proj] (null: none); with target_modules [] they alone"""
+    layer but the output head (experts stored as one parameter are not linear layers); of a model that reads images those of
+    its language model"""
     base: Literal["nf4", "int8"] | None = None
     """quantize the frozen linear layers of the blocks by torchao (extra `gpu`), as QLoRA does: nf4 takes 0.52 bytes per weight,
     int8 1 byte; sharded like other weights, and expanded for each product (null: in train.dtype)"""
@@ -129,8 +122,7 @@ class LoraSection(Section):
         if self.rank is None:
             return None
         targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
-        others = self.base, self.rank_stabilized, self.dora, tuple(self.target_parameters or ())
-        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, *others)
+        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base, self.rank_stabilized)
 
 
 class StoreSetting(Section):
@@ -290,7 +282,7 @@ class TrainSection(Section):
     capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)"""
     compile: bool | None = None
     """compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not with tensor
-    parallelism or lora.dora, which cannot be compiled, nor with mlp_tile_tokens)"""
+    parallelism, which cannot be compiled, nor with mlp_tile_tokens)"""
     recompute: Recompute = "none"
     """activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, RoPE and
     activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but attention; full:
@@ -313,9 +305,6 @@ class TrainSection(Section):
     """peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on a CPU)"""
     run_dir: AnyPath = Path("runs/default")
     """folder for metrics, checkpoints and the resolved settings"""
-    freeze: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
-    """regular expressions, such as [embed, "layers\\.[0-9]\\."], that are searched in names of parameters as those of
-    optimizer.groups: what matches keeps its initial values, without gradients and optimizer state (null: all are trained)"""
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400)
     """timeout of collectives in seconds; a rank silent for longer counts as dead"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -129,7 +129,6 @@ class BlockMemory:
         yield Entry("mlp", "output of the norm", self.normed, NONE)
         yield Entry("mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES)
         yield Entry("mlp", "activations, and their products with a gate", outputs, NONE)
-        yield Entry("mlp", "experts with their adapters", self.layer.adapted_experts * self.number, NONE + MATRICES)
         yield Entry("mlp", "logits and scores of the router", self._size(3 * self.layer.experts, FLOAT32), NONE)
         yield Entry("mlp", "outputs of experts, for the gradients of their weights", self.routed, NONE)
         if not tiled:

@@ -87,7 +87,7 @@ class Weights:
         block: one block, with the experts of this rank only.
         root: outside the blocks: the embedding on the first stage, the last norm and the head on the last stage.
         all: of the shards of all ranks, with the experts of other ranks.
-        trained_block, trained_root, trained_head, trained: those with gradients: all, only adapters, or what is not frozen. The
+        trained_block, trained_root, trained_head, trained: those with gradients: all, or only adapters. The
             head is the vocabulary matrix of the last stage, and a part of the root; `trained_tower` of an encoder of images.
         updated: those of whose shards a rank has optimizer state.
         matrices: those of `updated` that are in matrices of blocks.
@@ -111,22 +111,13 @@ class Weights:
         self.root += positions
         tower, adapters = (spec.tower_parameters, spec.tower_adapters) if first else (0, 0)
         self.all = layers * whole + self.root + tower + adapters
-        frozen = [(each.frozen_matrices // split + each.frozen_others, each.frozen_experts // split) for each in held]
-        here = [whole - experts + experts // expert_ranks for whole, experts in frozen]
-        of_root = embedding * (first and spec.frozen_embedding)
-        of_root += embedding * (last and spec.frozen_head and not (first and spec.tie_word_embeddings))
-        others = last * spec.frozen_beside
-        of_tower = min(tower, others)
-        of_root += others - of_tower
-        self.trained_block = layer.adapter_parameters if spec.adapted else self.block - min(here)
-        self.trained_root = 0 if spec.adapted else self.root - of_root
-        self.trained_head = 0 if spec.adapted or spec.frozen_head or not last else embedding
+        self.trained_block = layer.adapter_parameters if spec.adapted else self.block
+        self.trained_root = 0 if spec.adapted else self.root
+        self.trained_head = embedding if last and not spec.adapted else 0
         self.trained_tower = spec.trained_tower if first else 0
-        self.trained = layers * (layer.adapter_parameters if spec.adapted else self.block) + self.trained_root - sum(here)
-        self.trained += self.trained_tower
-        self.updated = self.trained if spec.adapted else self.all - of_root - of_tower - sum(whole for whole, _ in frozen)
+        self.trained = layers * self.trained_block + self.trained_root + self.trained_tower
+        self.updated = self.trained if spec.adapted else self.all - (spec.frozen_tower if first else 0)
         self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
-        self.matrices -= sum(each.frozen_matrices // split for each in held)
         matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
         self.spared = ELEMENT_BYTES[config.dtype] * layer.quantized_parameters - layer.quantized_bytes
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
@@ -179,10 +170,8 @@ class RankMemory:
         kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
-        # The largest quantized matrix: float32 values with indices or with the rounded matrix. Of the largest weight that DoRA
-        # measures: the adapter's product, scaled, and their sum.
-        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized + 3 * self.block.number * self.layer.largest_measured
-        self.expanded += self.block.number * self.layer.adapted_experts  # the gradient of experts with their adapters
+        # The largest quantized matrix: float32 values with indices or with the rounded matrix.
+        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:

@@ -170,7 +170,6 @@ class Decoder(StagedModel):
         return self.shape.model_dump()
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
-        """As `Model.differences`; settings that an earlier version did not have are at their defaults."""
         if "transformers" in described:
             return ["it was trained by transformers' own code, not by the native decoder (see model.implementation)"]
         ours, theirs = self.describe(), ModelShape.model_validate(described).model_dump()

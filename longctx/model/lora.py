@@ -1,7 +1,6 @@
 """LoRA (Hu et al., 2021) by peft: small trained matrices beside the frozen linear layers of a model of transformers.
 
 A layer computes W x + scale · B A x, where scale is alpha / rank by default; only A [rank, in] and B [out, rank] are trained.
-With DoRA (Liu et al., 2024) each row of W + scale · B A is scaled to a trained length, at first that of W's row.
 Adapters are added before the model is sharded, and stay float32; frozen weights are kept in the compute dtype, or quantized
 (`longctx.model.quantized`). Trained adapters are exported as a folder that peft loads, or merged into the weights.
 """
@@ -18,9 +17,8 @@ from torch import nn
 
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
-from longctx.model.experts import stacks_experts
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
-from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError, StackError
+from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError
 from longctx.model.protocol import generator_of
 from longctx.model.quantized import QuantizedLinear, quantize_layers
 from longctx.model.vision import is_vision, weights_of_images
@@ -29,8 +27,7 @@ from longctx.planning.cost.spec import ModelSpec
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-LENGTHS = f".lora_magnitude_vector.{ADAPTER}.weight"
-ADAPTERS = (A, B, LENGTHS)
+ADAPTERS = (A, B)
 BASE = ".base_layer."
 PEFT_PREFIX = "base_model.model."
 
@@ -54,7 +51,7 @@ class AdaptedModel(TransformersModel):
 
     Attributes:
         adapted: names in transformers of the layers that have adapters.
-        prefixes: names of the weights that have adapters, of layers and of experts, with the beginnings of the adapters' names.
+        prefixes: names of the weights that have adapters, with the beginnings of the adapters' names.
         transposed: beginnings for those weights that are [in, out], as in GPT-2.
         packed: quantized layers by the names of their weights.
     """
@@ -64,22 +61,11 @@ class AdaptedModel(TransformersModel):
         super().__init__(files)
         twin = self.conversion.twin
         self.lora, self.dtype = lora, dtype
-        self.ends = ADAPTERS if lora.dora else (A, B)
-        self.adapted = find_targets(twin, lora.target_modules) if lora.target_modules or not lora.target_parameters else ()
-        stacks = find_stacks(twin, lora.target_parameters)
-        if stacks and lora.dora:
-            raise StackError("peft has no DoRA of experts: omit lora.dora")
-        transposed = {name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear)}
+        self.adapted = find_targets(twin, lora.target_modules)
+        self.transposed = frozenset(name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear))
         made = _inject(self.hf, self.peft_config())
         self.prefixes = {f"{name}.weight": name for name in self.adapted}
-        for prefix, module in self.hf.named_modules():
-            if isinstance(stack := getattr(module, "parameter_name", None), str):
-                self.prefixes[plain_name(f"{prefix}.") + stack] = prefix
-                if getattr(module.get_base_layer(), "is_transposed", False):
-                    transposed.add(prefix)
-        self.transposed = frozenset(transposed)
-        different = (made ^ set(self.prefixes.values())) | (set(stacks) - set(self.prefixes))
-        if different or len(self.prefixes) != len(self.adapted) + len(stacks):
+        if different := made ^ set(self.adapted):
             raise LoraError(f"peft adapts other weights than requested, they differ in {', '.join(sorted(different)[:5])}")
         self.actual = {plain_name(name): name for name in self.hf.state_dict() if not name.endswith(ADAPTERS)}
         self.spec = with_adapters(self.spec, self.layers, self.hf)
@@ -95,26 +81,14 @@ class AdaptedModel(TransformersModel):
                 parameter.data = parameter.data.to(dtype)
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """Draws A from Kaiming's uniform distribution, as peft, by `seed` and `name`; B is 0; others are the checkpoint's.
-
-        Lengths are those of the rows of the weight as it is kept.
-        """
+        """Draws A from Kaiming's uniform distribution, as peft, by `seed` and `name`; B is 0; others are the checkpoint's."""
         if name.endswith(B):
             return torch.zeros_like(parameter)
         if name.endswith(A):
             bound = parameter.shape[1] ** -0.5
             generator = generator_of(name, seed, parameter.device)
             return torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
-        if name.endswith(LENGTHS):
-            layer = name.removesuffix(LENGTHS)
-            weight = self.frozen(f"{layer}.weight").to(parameter.device, self.dtype).to(parameter.dtype)
-            return self.lengths(layer, weight)
         return self.frozen(name, parameter.device).to(parameter.device, parameter.dtype)
-
-    def lengths(self, layer: str, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the length of the row of each output of a layer's weight."""
-        length: torch.Tensor = torch.linalg.norm(weight, dim=0 if layer.removeprefix(OURS) in self.transposed else 1)
-        return length
 
     def groups(self) -> list[list[str]]:
         """As `Model.groups`, with adapters in the group of their layer, next to the weight that they adapt."""
@@ -123,7 +97,7 @@ class AdaptedModel(TransformersModel):
     def _with_its_adapters(self, name: str) -> list[str]:
         """Returns the name of a parameter in the model with adapters, followed by the names of its adapters."""
         plain = name.removeprefix(OURS)
-        beside = [self.prefixes[plain] + end for end in self.ends] if plain in self.prefixes else []
+        beside = [self.prefixes[plain] + end for end in ADAPTERS] if plain in self.prefixes else []
         return [OURS + each for each in (self.actual.get(plain, plain), *beside)]
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
@@ -138,7 +112,7 @@ class AdaptedModel(TransformersModel):
     def describe(self) -> dict[str, Any]:
         """As `Model.describe`, with the adapters and the weights that they adapt, which the run's checkpoints lack."""
         base = {"base": str(self.files.folder), "base_fingerprint": self.files.fingerprint}
-        lora = {**asdict(self.lora), "target_modules": self._asked, "target_parameters": list(self.lora.target_parameters)}
+        lora = {**asdict(self.lora), "target_modules": self._asked}
         return {**super().describe(), "lora": {**lora, **base}}
 
     def peft_config(self) -> Any:
@@ -161,8 +135,6 @@ class AdaptedModel(TransformersModel):
                 ("rank", self.lora.rank, theirs["rank"]),
                 ("alpha", self.lora.alpha, theirs["alpha"]),
                 ("rank_stabilized", self.lora.rank_stabilized, theirs.get("rank_stabilized", False)),
-                ("dora", self.lora.dora, theirs.get("dora", False)),
-                ("target_parameters", list(self.lora.target_parameters), theirs.get("target_parameters", [])),
                 ("base", self.lora.quantized, theirs.get("quantized")),
             )
             if ours != before
@@ -212,24 +184,6 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in linear if name in matched | asked)
 
 
-def find_stacks(twin: Any, targets: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the parameters to adapt that each contain a matrix of all experts, in the order of the model.
-
-    `targets` are the last parts of names. Raises StackError for other names.
-    """
-    inside = ".language_model." if is_vision(twin) else ""
-    stacks = [name for name, weight in twin.named_parameters() if stacks_experts(weight) and inside in name]
-    ends = sorted({".".join(name.split(".")[-2:]) for name in stacks})
-    there_are = f"{type(twin).__name__} has {', '.join(ends) or 'none'}"
-    matched: set[str] = set()
-    for target in targets:
-        named = {name for name, _ in twin.named_parameters() if f".{name}".endswith(f".{target}")}
-        if not named or not named <= set(stacks):
-            raise StackError(f"{target} is not the name of experts stored as one parameter: {there_are}")
-        matched |= named
-    return tuple(name for name in stacks if name in matched)
-
-
 def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
     """Returns the layers to which peft adds no adapters in a mixture of experts, since experts once had the same names.
 
@@ -252,10 +206,8 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | No
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         use_rslora=lora.rank_stabilized,
-        use_dora=lora.dora,
         lora_dropout=0.0,
         target_modules=sorted(ends if short else adapted),
-        target_parameters=list(lora.target_parameters) or None,
         fan_in_fan_out=some is not None and not isinstance(some, nn.Linear),
         task_type=task,
     )
@@ -277,30 +229,15 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module], hf: Any) -> Mode
     layers, outside = [], weights_of_images(hf) if is_vision(hf) else []
     for layer, block in zip(spec.layers, blocks, strict=True):
         sizes = {name: parameter.shape for name, parameter in block.named_parameters() if parameter.requires_grad}
-        stacks = {f"{name}{A}": module for name, module in block.named_modules() if hasattr(module, "parameter_name")}
-        per_token = {name: shape for name, shape in sizes.items() if name not in stacks}
         layers.append(
             replace(
                 layer,
                 adapter_parameters=sum(shape.numel() for shape in sizes.values()),
-                # With DoRA also the outputs of the layer and of its adapter.
-                adapter_width=sum(shape[0] * _kept(name) for name, shape in per_token.items()),
-                largest_measured=max((_measured(block, name) for name in sizes if name.endswith(LENGTHS)), default=0),
-                adapted_experts=sum(module.get_param().numel() for module in stacks.values()),
+                adapter_width=sum(shape[0] for name, shape in sizes.items() if name.endswith(A)),
             )
         )
     trained = sum(weight.numel() for weight in outside if weight.requires_grad)
     return replace(spec, layers=tuple(layers), tower_adapters=trained)
-
-
-def _kept(name: str) -> int:
-    """Returns how many tensors per token, as wide as a parameter of adapters has rows, are kept for backward."""
-    return 1 if name.endswith(A) else 2 if name.endswith(LENGTHS) else 0
-
-
-def _measured(block: nn.Module, name: str) -> int:
-    """Returns the size of the weight whose rows' lengths are the parameter `name` of a block."""
-    return block.get_parameter(name.removesuffix(LENGTHS) + f"{BASE}weight").numel()
 
 
 def with_quantized(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
@@ -318,7 +255,7 @@ def with_quantized(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
 
 def plain_name(name: str) -> str:
     """Returns the name of a frozen parameter in the model without adapters."""
-    return name.replace(BASE[1:], "")  # twice where adapters of two stacks of experts are nested
+    return name.replace(BASE[1:], "")
 
 
 def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -330,7 +267,7 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
     from safetensors.torch import save_file
 
     by_name = {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
-    expected = [prefix + end for prefix in model.prefixes.values() for end in model.ends]
+    expected = [prefix + end for prefix in model.prefixes.values() for end in ADAPTERS]
     missing = [name for name in expected if name not in by_name]
     if missing:
         raise ValueError(f"{len(missing)} of {len(expected)} adapter weights are missing: {', '.join(missing[:3])}, ..")
@@ -338,15 +275,11 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
     config = model.peft_config()
     config.base_model_name_or_path, config.inference_mode = str(model.files.folder), True
     config.save_pretrained(folder)
-    written = {PEFT_PREFIX + _in_file(name): by_name[name].detach().to("cpu", torch.float32).contiguous() for name in expected}
+    written = {
+        PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): by_name[name].detach().to("cpu", torch.float32).contiguous()
+        for name in expected
+    }
     save_file(written, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _in_file(name: str) -> str:
-    """Returns the name of an adapter's weight in peft's files."""
-    if name.endswith(LENGTHS):
-        return name.removesuffix(f".{ADAPTER}.weight")
-    return name.replace(f".{ADAPTER}.", ".")
 
 
 def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
@@ -368,24 +301,12 @@ def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
         if prefix is not None:
             layer = OURS * name.startswith(OURS) + prefix
             try:
-                a, b, *lengths = (weights[layer + end] for end in model.ends)
+                a, b = (weights[layer + end] for end in ADAPTERS)
             except KeyError as missing:
                 raise ValueError(
                     f"{name} is given without {missing.args[0]}: give a layer's weight with its adapters"
                 ) from None
-            added = _product(a.float(), b.float(), weight) * model.lora.scale
-            whole = weight.float() + (added.mT if prefix in model.transposed else added)
-            for length in lengths:
-                factor = length.float() / model.lengths(layer, whole)
-                whole = (factor if prefix in model.transposed else factor[:, None]) * whole
-            weight = whole.to(weight.dtype)
+            added = b.float() @ a.float() * model.lora.scale
+            weight = (weight.float() + (added.mT if prefix in model.transposed else added)).to(weight.dtype)
         merged[plain_name(name)] = weight
     return merged
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns B A of a layer, or of each expert: peft keeps A as [experts · rank, in], B as [out, rank · experts]."""
-    if weight.dim() == 2:
-        return b @ a
-    count = len(weight)
-    return torch.einsum("o r e, e r i -> e o i", b.unflatten(1, (-1, count)), a.unflatten(0, (count, -1)))

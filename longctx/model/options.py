@@ -21,16 +21,8 @@ class LoraError(UserError):
     """Adapters that a model does not support."""
 
 
-class StackError(LoraError):
-    """Experts stored as one parameter that cannot have adapters."""
-
-
 class QuantizationError(LoraError):
     """A model whose frozen weights cannot be quantized."""
-
-
-class FreezeError(UserError):
-    """Patterns that match no parameter, or all parameters, of a model."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +30,6 @@ class Lora:
     """Trained matrices of rank `rank` beside frozen linear layers, scaled by `scale`.
 
     `target_modules` is "all-linear", or the names of layers; `quantized` how frozen linear layers are kept: nf4, int8, or None.
-    `target_parameters` are names of experts that are stored as one parameter. With `dora`, the
-    length of each row of an adapted weight is trained by itself (Liu et al., 2024).
     """
 
     rank: int
@@ -47,8 +37,6 @@ class Lora:
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     quantized: str | None = None
     rank_stabilized: bool = False
-    dora: bool = False
-    target_parameters: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:

@@ -257,5 +257,3 @@ mistralai/Mixtral-8x7B-v0.1, and openai/gpt-oss-20b and -120b, which also have a
 output projection, and bounds of their activations, that the decoder lacks. llama-style-462b is 405b with more layers, and
 llama-style-1t is wider: models of docs/evidence/scaling.md.
 """
-RENAMED = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
-"""Names of earlier versions → current names."""

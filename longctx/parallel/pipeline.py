@@ -250,8 +250,6 @@ class PipelineRun:
         if self.mesh.ends is None or not self.model.spec.tie_word_embeddings:
             return
         gradient = self.model.embed_tokens.weight.grad
-        if gradient is None:  # it is frozen
-            return
         assert isinstance(gradient, DTensor)
         total = gradient.to_local().to(self.mesh.device)  # NCCL cannot sum in host memory, where offloaded gradients are
         dist.all_reduce(total, group=self.mesh.ends)

@@ -181,7 +181,7 @@ def _spec_of(trainer: Any) -> ModelSpec:
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         return with_adapters(spec, blocks, model)
     if is_vision(model):
-        return replace(spec, frozen_outside=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad))
+        return replace(spec, frozen_tower=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad))
     return spec
 
 

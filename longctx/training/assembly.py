@@ -81,7 +81,7 @@ def check_weights(saved: Checkpoint, model: Model, base: dict[str, str] | None, 
         different = differences_but_rope(different)
     if different:
         raise CheckpointError(f"{saved.folder} contains another model: {'; '.join(different)}. Use the model of that run")
-    began = saved.state.get("base")  # None in earlier versions; a folder that is gone may be replaced by an export
+    began = saved.state.get("base")  # a folder that is gone may be replaced by an export
     if began and base and began["fingerprint"] != base["fingerprint"] and Path(began["folder"]).is_dir():
         raise CheckpointError(
             f"{saved.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "

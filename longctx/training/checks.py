@@ -150,12 +150,6 @@ def changes_of_optimizer(config: Config, run: Path, *, resumes: bool) -> list[st
             f"optimizer.name is {config.optimizer.name}, but checkpoints of {run} have the moments of {name}: set it to "
             f"{name}, or start a new run from an export of that one"
         )
-    freeze = before.get("train", {}).get("freeze")
-    if path.is_file() and freeze != config.train.freeze:
-        raise UserError(
-            f"train.freeze is {yaml_text(config.train.freeze)}, but checkpoints of {run} have the moments of a run with "
-            f"{yaml_text(freeze)}: set it to that, or start a new run from an export of that one"
-        )
     changes = []
     for setting in ("train.steps", *(f"optimizer.{key}" for key in type(config.optimizer).model_fields)):
         section, key = setting.split(".")

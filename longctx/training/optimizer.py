@@ -41,8 +41,6 @@ def make_optimizer(
             # Fused operations need parameters on the same mesh.
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
             group["params"].append(parameter)
-    if not groups:  # a rank whose stage of a pipeline is frozen
-        groups[()] = {"params": [], "learning_rate_ratio": 1.0}
     adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     optimizer: torch.optim.Optimizer
     if settings.name == "muon":

@@ -12,7 +12,6 @@ from longctx.attention import RingAttention
 from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
-from longctx.errors import UserError
 from longctx.model.protocol import Attention
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
@@ -109,11 +108,6 @@ class Passes:
         self.begin(f"micro-batch {number}", lambda: f"attention last in {used.last}")
         with record_function(inputs.name):
             loss: torch.Tensor = self.model(inputs.tokens, inputs.positions, used, inputs.head, inputs.documents)
-            if not loss.requires_grad:
-                raise UserError(
-                    "train.freeze leaves only the encoder of images to be trained, which reads no document: train a part of "
-                    "the language model"
-                )
             loss.backward()
         return loss.detach()
 

@@ -37,12 +37,7 @@ class LayerSpec:
         window: attention window in tokens, the token itself included; None: no window.
         attention_norms: values per token that norms of heads keep for backward.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
-        adapter_width: values per token between the two matrices of all adapters (sum of their ranks), with DoRA also those of
-            the outputs of adapters and of their layers.
-        largest_measured: values of the largest weight whose rows DoRA measures.
-        adapted_experts: parameters of all experts that have adapters, whose sum with them each pass makes anew.
-        frozen_matrices, frozen_idle, frozen_others: parts of matrices (idle ones included), of `idle_parameters` and of
-            `other_parameters` that are not trained; 0 with adapters, which freeze all.
+        adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
         quantized_parameters, quantized_bytes, largest_quantized: frozen parameters that are kept quantized, the bytes of all of
             them, and the number in the largest matrix.
         experts, experts_per_token, expert_parameters: number of experts, of those that a token uses, and parameters of all of
@@ -71,11 +66,6 @@ class LayerSpec:
     idle_parameters: int = 0
     adapter_parameters: int = 0
     adapter_width: int = 0
-    largest_measured: int = 0
-    adapted_experts: int = 0
-    frozen_matrices: int = 0
-    frozen_idle: int = 0
-    frozen_others: int = 0
     quantized_parameters: int = 0
     quantized_bytes: int = 0
     largest_quantized: int = 0
@@ -102,11 +92,6 @@ class LayerSpec:
     @property
     def parameters(self) -> int:
         return self.matrix_parameters + self.other_parameters + self.idle_parameters + self.adapter_parameters
-
-    @property
-    def frozen_experts(self) -> int:
-        """Part of `expert_parameters` that is not trained."""
-        return self.frozen_idle * self.expert_parameters // (self.idle_parameters or 1)
 
     @property
     def matrix_shapes(self) -> list[tuple[int, int, int]]:
@@ -147,8 +132,7 @@ class ModelSpec:
         tie_word_embeddings: whether embedding and output projection are the same matrix.
         attention_softcap: tanh bound of attention scores; 0: no bound.
         position_parameters: parameters of an encoder's embedding and last norm; 0 without.
-        frozen_embedding, frozen_head: whether the embedding and the output projection are not trained.
-        frozen_outside: number of parameters outside of the blocks that are not trained, these included.
+        frozen_tower: parameters of an encoder of images that are not trained, where there are no adapters.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
         encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
             targets run through the others. 0: there is no encoder.
@@ -164,9 +148,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     attention_softcap: float = 0.0
     position_parameters: int = 0
-    frozen_embedding: bool = False
-    frozen_head: bool = False
-    frozen_outside: int = 0
+    frozen_tower: int = 0
     causal: bool = True
     encoder_layers: int = 0
     tower_parameters: int = 0
@@ -209,19 +191,12 @@ class ModelSpec:
         """Number of parameters with gradients. Needs `vocab_size`."""
         if self.adapted:
             return self.trained_matrices + self.tower_adapters
-        frozen = sum(layer.frozen_matrices + layer.frozen_others for layer in self.layers)
-        return self.parameters - self.frozen_outside - frozen
-
-    @property
-    def frozen_beside(self) -> int:
-        """Number of parameters without gradients that are neither in blocks nor in the vocabulary."""
-        vocabularies = self.frozen_embedding + (self.frozen_head and not self.tie_word_embeddings)
-        return self.frozen_outside - (vocabularies * self.vocabulary_parameters if vocabularies else 0)
+        return self.parameters - self.frozen_tower
 
     @property
     def trained_tower(self) -> int:
         """Number of parameters of the encoder of images with gradients."""
-        return self.tower_adapters if self.adapted else self.tower_parameters - min(self.tower_parameters, self.frozen_beside)
+        return self.tower_adapters if self.adapted else self.tower_parameters - self.frozen_tower
 
     @property
     def tower_backward(self) -> float:
@@ -238,26 +213,17 @@ class ModelSpec:
         """Number of parameters with gradients in matrices of blocks."""
         if self.adapted:
             return sum(layer.adapter_parameters for layer in self.layers)
-        return sum(layer.matrix_parameters + layer.idle_parameters - layer.frozen_matrices for layer in self.layers)
-
-    @property
-    def frozen_multiplied(self) -> int:
-        """Part of `multiplied_parameters` without gradients."""
-        if self.adapted:
-            return self.multiplied_parameters - self.trained_matrices
-        frozen = sum(layer.frozen_matrices - layer.frozen_idle for layer in self.layers)
-        return frozen + (self.head_parameters if self.frozen_head else 0)
+        return sum(layer.matrix_parameters + layer.idle_parameters for layer in self.layers)
 
     def frozen_products(self, lengths: Sequence[int], sources: Sequence[int] = ()) -> int:
         """Returns the parameters without gradients times the tokens that each multiplies, see `flops`."""
+        if not self.adapted:
+            return 0
         if not sources:
-            return self.frozen_multiplied * sum(lengths)
-        layers, head = self.layers, self.frozen_head * self.head_parameters
-        frozen = [layer.frozen_matrices - layer.frozen_idle for layer in layers]
-        if self.adapted:
-            frozen, head = [layer.matrix_parameters for layer in layers], self.head_parameters
+            return (self.multiplied_parameters - self.trained_matrices) * sum(lengths)
+        frozen = [layer.matrix_parameters for layer in self.layers]
         pairs = zip(sources, lengths, strict=True)
-        return sum(self._pair_products(frozen, head, source, length - source) for source, length in pairs)
+        return sum(self._pair_products(frozen, self.head_parameters, source, length - source) for source, length in pairs)
 
     @property
     def scan_flops(self) -> float:

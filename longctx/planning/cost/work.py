@@ -145,9 +145,7 @@ def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute
     in_blocks = sum(layer.matrix_parameters for layer in layers)
     last = sum(layer.hidden_size * layer.intermediate_size for layer in layers)
     repeated = {"none": 0, "norms": 0, "mlp": 2 * last}.get(recompute, in_blocks - last)
-    frozen = in_blocks + head
-    if not spec.adapted:
-        frozen = sum(layer.frozen_matrices - layer.frozen_idle for layer in layers) + head * spec.frozen_head
+    frozen = in_blocks + head if spec.adapted else 0
     return in_blocks + head + repeated / 3 - frozen / 3
 
 

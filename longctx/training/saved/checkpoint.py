@@ -200,11 +200,6 @@ def _examine(folder: Path) -> Checkpoint | str:
         return f"has no readable {STATE} ({error})"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"is damaged ({error})"
-    if saved.state.get("stage"):
-        raise CheckpointError(
-            f"{folder} belongs to a later stage of a run with `stages`, which this version does not know: use the version that "
-            "wrote it, and give later parts a run of their own (longctx train FILE --continue RUN)"
-        )
     return saved
 
 
@@ -248,9 +243,6 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     moments = {name: value for name, value in _moments(optimizer_state).items() if name.rpartition(".")[0] in saved}
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     _load(state, checkpoint.folder, PREVIOUS, group)
-    if not optimizer_state:
-        set_model_state_dict(model, state["model"])
-        return
     optimizer_state = {**optimizer_state, **state["optimizer"]}
     options = replace(BY_NAME, strict=_saved(model) is None)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
@@ -267,8 +259,6 @@ def _parameters_with_moments(folder: Path) -> set[str]:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns weights and optimizer state; of a model with adapters only these."""
-    if not optimizer.param_groups[0]["params"]:  # a rank without trained weights, whose optimizer torch takes for damaged
-        return get_model_state_dict(model), {}
     new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     if new:  # torch has made its state by a step with gradients of zero, which leaves moments at zero, but counts
