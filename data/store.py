@@ -33,7 +33,7 @@ import pyarrow.compute
 from longctx.data import IGNORED_LABEL
 from longctx.data.manifest import ARROW, TOKENIZER, Manifest, StoreError
 from longctx.data.mapped import Batch, MappedFile
-from longctx.data.tokenizer import Tokenizer, TokenizerError, fingerprint
+from longctx.data.tokenizer import Tokenizer
 from longctx.errors import shell
 
 Int64Array = npt.NDArray[np.int64]
@@ -111,11 +111,8 @@ class Store:
         self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])
 
     @classmethod
-    def open(cls, path: Path | str, *, tokenizer: Path | None = None) -> "Store":
-        """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out.
-
-        `tokenizer` is the tokenizer.json that the store must have been made with; None: any.
-        """
+    def open(cls, path: Path | str) -> "Store":
+        """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out."""
         path = Path(path)
         manifest = Manifest.load(path)
         again = f"prepare it again with `longctx prepare --out {shell(path)} --overwrite`"
@@ -137,11 +134,6 @@ class Store:
                     filter(None, (file.damage() for file in files)), f"{column} adds up to {actual:,}, not {total:,}"
                 )
                 raise StoreError(f"store {path} is damaged: {problem}; {again}")
-        if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:
-            raise StoreError(
-                f"store {path} was made with another tokenizer than {tokenizer}: prepare it again with that one "
-                f"(`longctx prepare --tokenizer {shell(tokenizer)}`), or remove data.tokenizer to use the store's tokenizer"
-            )
         return cls(path, manifest, used, table, [batch for file in files for batch in file.batches])
 
     @classmethod
@@ -290,12 +282,3 @@ class Store:
             return np.ones(stop - start, np.bool_)
         mask: npt.NDArray[np.bool_] = batch.trained.slice(first + start, stop - start).to_numpy(zero_copy_only=False)
         return mask
-
-
-def _fingerprint_of(tokenizer: Path) -> str:
-    try:
-        return fingerprint(tokenizer.read_text("utf-8"))
-    except UnicodeDecodeError as error:
-        raise TokenizerError(
-            f"{tokenizer} is not a tokenizer.json: {error}; give the tokenizer.json that the store was made with"
-        ) from error

@@ -172,7 +172,6 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
         ("model.num_attention_heads=3", "which is not divisible by num_key_value_heads 2"),
         ("model.head_dim=33", "must be even"),
         ("model.hidden_size=0", "greater than or equal to 1"),
-        ("data.tokenizer=nowhere/tokenizer.json", "file not found"),
         ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
         ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),

@@ -170,23 +170,6 @@ def test_the_run_is_the_same_with(workers: Workers, shorts: Path, checkpoint: Pa
     )
 
 
-def test_rank_stabilized_adapters_are_those_of_peft(workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path) -> None:
-    settings = settings_of(checkpoint, *MODES["auto"], "lora.rank_stabilized=true")
-    result = workers.run(run, 2, shorts, tmp_path / "steps", settings)[0]
-    losses, _ = reference(checkpoint, shorts, settings, result["first"], use_rslora=True)
-    assert result["losses"] == pytest.approx(losses, rel=1e-5)
-    settings.append("train.steps=2")
-    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "run", settings)[0]
-    changed = [*settings, "lora.rank_stabilized=false", "train.steps=3"]
-    assert "lora.rank_stabilized is False, was True" in workers.run(resuming_fails, 2, shorts, tmp_path / "run", changed)[0]
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    expected = PeftModel.from_pretrained(plain, tmp_path / "adapters").merge_and_unload().state_dict()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
-    assert ended and all(torch.equal(merged[name], weight) for name, weight in expected.items())
-
-
 @pytest.mark.slow
 def test_compiled_blocks_have_no_breaks(workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path) -> None:
     settings = settings_of(checkpoint, *MODES["degree 1"], "lora.base=nf4")

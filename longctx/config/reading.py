@@ -26,6 +26,7 @@ ELSEWHERE = {
     "train.freeze": f"freeze parameters by requires_grad_(False) inside Trainer or SFTTrainer, {_BY_ONE_CALL}",
     "lora.dora": f"DoRA is peft's, inside Trainer or SFTTrainer, {_BY_ONE_CALL}",
     "lora.target_parameters": f"adapters of stacked experts are peft's, inside Trainer or SFTTrainer, {_BY_ONE_CALL}",
+    "lora.dropout": "its random numbers, and so the loss, would depend on how documents are split: omit it",
     "data.rollouts": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
 }
 """Sections and settings that people look for → where their job runs."""

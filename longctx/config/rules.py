@@ -113,9 +113,6 @@ def _stores(config: Config) -> Iterator[Problem]:
 
 
 def _files(config: Config) -> Iterator[Problem]:
-    tokenizer = config.data.tokenizer
-    if tokenizer is not None and not tokenizer.is_file():
-        yield Problem("data.tokenizer", str(tokenizer), "file not found", "check the path, or omit it")
     try:
         if config.context.profile is not None:
             HardwareProfile.load(config.context.profile)
@@ -131,12 +128,9 @@ def _bins(config: Config) -> Iterator[Problem]:
 
 def _shares(config: Config) -> Iterator[Problem]:
     """Checks numbers against each other."""
-    batch, lora, pipeline = config.batch, config.lora, config.pipeline
+    batch, pipeline = config.batch, config.pipeline
     if problem := pipeline.problem:
         yield Problem("parallel.pipeline_chunks", pipeline.chunks, *problem, ("parallel.pipeline_parallel_size",))
-    if lora.dropout:
-        rule = "LoRA dropout is not supported: its random numbers, and so the loss, would depend on how documents are split"
-        yield Problem("lora.dropout", lora.dropout, rule, "omit it")
     if batch.tokens_per_rank % batch.pad_to_multiple_of:
         fix = f"set batch.tokens_per_rank to a multiple of {batch.pad_to_multiple_of}"
         rule = f"must divide batch.tokens_per_rank, which is {batch.tokens_per_rank}"

@@ -104,10 +104,6 @@ class LoraSection(Section):
     """rank of the adapters (null: no LoRA, all weights are trained); changes the default of optimizer.learning_rate"""
     alpha: float | None = Field(None, gt=0)
     """adapter outputs are scaled by alpha / rank (null: 2 · rank)"""
-    rank_stabilized: bool = False
-    """scale by alpha / √rank instead, so that outputs do not shrink at high ranks (rsLoRA); set alpha with it"""
-    dropout: float = Field(0.0, ge=0, le=1)
-    """must be 0: LoRA dropout would depend on how documents are split"""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: every linear
     layer but the output head (experts stored as one parameter are not linear layers); of a model that reads images those of
@@ -122,7 +118,7 @@ class LoraSection(Section):
         if self.rank is None:
             return None
         targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
-        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base, self.rank_stabilized)
+        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets, self.base)
 
 
 class StoreSetting(Section):
@@ -141,8 +137,6 @@ class DataSection(Section):
     stores: list[StoreSetting] | None = None
     """several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: 1}]; epochs
     instead of weight, for all stores, sets the relative number of passes over each store"""
-    tokenizer: AnyPath | None = None
-    """tokenizer.json that the store must have been made with (null: not checked)"""
     long_documents: Literal["split", "drop", "error", "truncate_left", "truncate_right"] | None = None
     """treatment of documents longer than max_length; truncate_left keeps the end (null: error for conversations and other
     documents with tokens without loss, split for the others)"""
@@ -333,8 +327,6 @@ class OptimizerSection(Section):
     inverse_sqrt: peak · √(warm-up / step)"""
     decay_share: float = Field(0.2, ge=0, le=1)
     """share of the whole schedule in which wsd decays, at its end"""
-    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    """how wsd decays; sqrt: by 1 - √progress"""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """final learning rate as a share of the peak, of inverse_sqrt the least"""
     warmup_steps: int = Field(10, ge=0, le=LARGEST)

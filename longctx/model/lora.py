@@ -134,7 +134,6 @@ class AdaptedModel(TransformersModel):
             for setting, ours, before in (
                 ("rank", self.lora.rank, theirs["rank"]),
                 ("alpha", self.lora.alpha, theirs["alpha"]),
-                ("rank_stabilized", self.lora.rank_stabilized, theirs.get("rank_stabilized", False)),
                 ("base", self.lora.quantized, theirs.get("quantized")),
             )
             if ours != before
@@ -205,7 +204,6 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | No
     return LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        use_rslora=lora.rank_stabilized,
         lora_dropout=0.0,
         target_modules=sorted(ends if short else adapted),
         fan_in_fan_out=some is not None and not isinstance(some, nn.Linear),

@@ -36,9 +36,8 @@ class Lora:
     alpha: float
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     quantized: str | None = None
-    rank_stabilized: bool = False
 
     @property
     def scale(self) -> float:
-        """alpha / rank, or rank-stabilized alpha / √rank (Kalajdzievski, 2023)."""
-        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+        """Factor of the adapters' outputs."""
+        return self.alpha / self.rank

@@ -39,7 +39,7 @@ class RunData:
     @classmethod
     def open(cls, config: Config) -> "RunData":
         """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores differ."""
-        opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
+        opened = [Store.open(path) for path in config.data.paths]
         validated = config.eval.every is not None and config.eval.store is not None
         validation = Store.open(config.eval.store) if validated and config.eval.store is not None else None
         if config.data.store is not None:

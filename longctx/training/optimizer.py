@@ -107,7 +107,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
         return peak
     if schedule == "inverse_sqrt":
         return peak * max(ratio, math.sqrt(max(1, warmup) / step))
-    begin, decay = warmup, DECAYS[settings.decay_shape if schedule == "wsd" else schedule]
+    begin, decay = warmup, DECAYS["linear" if schedule == "wsd" else schedule]
     if schedule == "wsd":
         begin = max(warmup, steps - round(settings.decay_share * steps))
     progress = (step - begin) / max(1, steps - begin)
