@@ -29,6 +29,7 @@ from longctx.memory.advisor import (
 from longctx.memory.loads import Load, loads
 from longctx.memory.model import Memory, RankMemory, _moments, estimate
 from longctx.model.presets import ModelShape
+from longctx.planning.cost.spec import Scan
 from longctx.training.data import plan_steps
 from longctx.units import format_bytes
 from tests.marks import slow_unless
