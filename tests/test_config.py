@@ -13,6 +13,7 @@ from longctx import config
 from longctx.config import Config, ConfigError
 from longctx.config.reading import ELSEWHERE
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
 from longctx.start import _notes
 
@@ -244,7 +245,7 @@ def test_blocks_are_compiled_on_gpus_where_that_is_possible() -> None:
     assert load("train.compile=true").compiles("cpu") and not load("train.compile=false").compiles("cuda")
     assert not load("train.mlp_tile_tokens=100").compiles("cuda")
     plain, mixture = (PRESETS[name].spec for name in ("tiny", "tiny-moe"))
-    linear = replace(plain, layers=(replace(plain.layers[0], state_size=8), *plain.layers[1:]))
+    linear = replace(plain, layers=(replace(plain.layers[0], scan=Scan(8)), *plain.layers[1:]))
     assert [load().compiles("cuda", spec) for spec in (plain, mixture, linear)] == [True, False, False]
     assert not config.load(None, ["parallel.tensor_parallel_size=2"], world_size=2).compiles("cuda")
     assert load("parallel.pipeline_parallel_size=2").compiles("cuda")

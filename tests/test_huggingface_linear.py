@@ -111,13 +111,13 @@ def test_layers_without_attention_cost_no_attention(checkpoints: dict[str, Path]
     assert linear.attention_flops(1000) == 0 < full.attention_flops(1000)
     config = transformers.AutoConfig.from_pretrained(checkpoints["qwen3_next"])
     k_dim, v_dim, heads = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_num_value_heads
-    assert (linear.state_size, full.state_size) == (heads * k_dim * (k_dim + v_dim), 0)
+    assert linear.scan.state_size == heads * k_dim * (k_dim + v_dim) and full.scan is None
     work = work_of(spec, "float32")
     assert work.attention == full.num_attention_heads * full.head_dim
     assert work.kv_bytes == work_of(replace(spec, layers=(full,)), "float32").kv_bytes
     # A head and a tail of float32 states, in forward and in backward, and again if backward recomputes the block.
-    assert work.state_bytes == 2 * 4 * linear.state_size * 2
-    assert work_of(spec, "float32", recompute="full").state_bytes == 2 * 4 * linear.state_size * 3
+    assert work.state_bytes == 2 * 4 * linear.scan.state_size * 2
+    assert work_of(spec, "float32", recompute="full").state_bytes == 2 * 4 * linear.scan.state_size * 3
     mamba = spec_of(checkpoints["mamba2"])
     assert not any(layer.attends for layer in mamba.layers)
     profile = scale(H100, work_of(spec, "float32"), work_of(mamba, "float32"))

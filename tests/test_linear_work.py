@@ -32,11 +32,17 @@ CHUNK, LANE = 64, 16
 SOLVING = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
 
 
+def without_products(spec: ModelSpec) -> ModelSpec:
+    """Returns the sizes of a model whose scans take no time."""
+    scans = [None if each.scan is None else replace(each.scan, flops=NO_FLOPS, split_flops=NO_FLOPS) for each in spec.layers]
+    return replace(spec, layers=tuple(replace(each, scan=scan) for each, scan in zip(spec.layers, scans, strict=True)))
+
+
 def spec_and_layer(kind: str) -> tuple[ModelSpec, int, Any]:
     model = build(kind, "eager")
     layer, _ = next(iter(linear_layers(model).items()))
     spec = spec_of(model, model.get_decoder().layers)
-    return spec, next(i for i, each in enumerate(spec.layers) if each.state_size), layer
+    return spec, next(i for i, each in enumerate(spec.layers) if each.scan), layer
 
 
 def heads_of(layer: Any) -> tuple[int, int, int]:
@@ -68,12 +74,12 @@ def test_a_scan_takes_the_operations_that_follow_from_its_sizes(kind: str) -> No
     spec, number, layer = spec_and_layer(kind)
     forward, more, more_backward = by_hand(layer)
     found = spec.layers[number]
-    assert found.scan_flops.forward == pytest.approx(forward, rel=1e-9)
-    assert 1.5 * forward < found.scan_flops.backward < 2.5 * forward
+    assert found.scan.flops.forward == pytest.approx(forward, rel=1e-9)
+    assert 1.5 * forward < found.scan.flops.backward < 2.5 * forward
     if more:
-        assert found.split_flops == pytest.approx((more, more_backward), rel=0.01)
+        assert found.scan.split_flops == pytest.approx((more, more_backward), rel=0.01)
     else:
-        assert 0.2 * forward < found.split_flops.forward < forward
+        assert 0.2 * forward < found.scan.split_flops.forward < forward
 
 
 def scanned(counter: FlopCounterMode) -> int:
@@ -97,8 +103,8 @@ def test_torch_counts_as_many_operations_in_the_layer(kind: str) -> None:
     weights = sum(each.numel() for each in layer.parameters() if each.dim() == 2)
     counts = counter.get_flop_counts()["Global"]
     found = sum(count for name, count in counts.items() if "convolution" not in str(name))
-    assert found == pytest.approx(tokens * (6 * weights + sum(spec.layers[number].scan_flops)), rel=0.03)
-    assert sum(spec.layers[number].scan_flops) > 0.1 * 6 * weights
+    assert found == pytest.approx(tokens * (6 * weights + sum(spec.layers[number].scan.flops)), rel=0.03)
+    assert sum(spec.layers[number].scan.flops) > 0.1 * 6 * weights
 
 
 def test_recomputation_repeats_the_forward_where_estimates_say_so() -> None:
@@ -123,9 +129,9 @@ def test_recomputation_repeats_the_forward_where_estimates_say_so() -> None:
 
 def test_estimates_and_the_utilisation_count_the_scans() -> None:
     spec, number, _ = spec_and_layer("qwen3_next")
-    plain = replace(spec, layers=tuple(replace(each, scan_flops=NO_FLOPS, split_flops=NO_FLOPS) for each in spec.layers))
-    scan, split = spec.layers[number].scan_flops, spec.layers[number].split_flops
-    assert [each.scan_flops for each in spec.layers if not each.state_size] == [NO_FLOPS]
+    plain = without_products(spec)
+    scan, split = spec.layers[number].scan.flops, spec.layers[number].scan.split_flops
+    assert len([each for each in spec.layers if each.scan is None]) == 1
     assert model_flops(spec, [300, 20]) - model_flops(plain, [300, 20]) == round(320 * sum(scan))
     for recompute, again in (("none", 0), ("norms", 0), ("selective", 1), ("full", 1)):
         for dtype, slower in FLOAT32.items():
@@ -144,7 +150,7 @@ def test_estimates_and_the_utilisation_count_the_scans() -> None:
 def test_scans_slow_down_plans_and_more_so_split_documents() -> None:
     profile = HardwareProfile.load("h100-nvlink-ib")
     spec, _, _ = spec_and_layer("qwen3_next")
-    plain = replace(spec, layers=tuple(replace(each, scan_flops=NO_FLOPS, split_flops=NO_FLOPS) for each in spec.layers))
+    plain = without_products(spec)
     with_scans, without = (scale(profile, work_of(plain, "float32"), work_of(each, "float32")) for each in (spec, plain))
     work = work_of(spec, "float32")
     assert with_scans.linear_s_per_token / profile.linear_s_per_token == work.computed / work_of(plain, "float32").computed > 1

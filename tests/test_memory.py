@@ -29,6 +29,7 @@ from longctx.memory.advisor import (
 from longctx.memory.loads import Load, loads
 from longctx.memory.model import Memory, RankMemory, _moments, estimate
 from longctx.model.presets import ModelShape
+from longctx.planning.cost.spec import Scan
 from longctx.training.data import plan_steps
 from longctx.units import format_bytes
 from tests.marks import slow_unless
@@ -214,14 +215,14 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
 @pytest.mark.parametrize(
     ("field", "moment", "part", "bytes_each"),
     [
-        ("linear_working", "last attention", "working", LOAD.tokens),
+        ("scan", "last attention", "working", LOAD.tokens),
         ("tower_values", "end of backward", "activations", 2 * LOAD.tokens),
     ],
 )
 @pytest.mark.parametrize("attends", [True, False])
 def test_what_only_some_models_need_is_counted(field: str, moment: str, part: str, bytes_each: int, attends: bool) -> None:
     def counted(number: int) -> int:
-        given = {"attends": attends, "tower_parameters": 1, field: number}
+        given = {"attends": attends, "tower_parameters": 1, field: Scan(0, working=number) if field == "scan" else number}
         of_layers = {name: value for name, value in given.items() if hasattr(SPEC.largest_layer, name)}
         layers = tuple(replace(layer, **of_layers) for layer in SPEC.layers)
         spec = replace(SPEC, layers=layers, **{name: given[name] for name in given.keys() - of_layers.keys()})

@@ -250,7 +250,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         load_all(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"Phi 3"}))  # whose shapes Llama has, too
 def test_a_shape_finds_its_family(name: str) -> None:
     """A shape made from a config of transformers gives the same family, with a config of the same shape."""
     kind = CASES[name][0]

@@ -130,7 +130,7 @@ FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
     "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
-    "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.state_size for layer in spec.layers)),
+    "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.scan for layer in spec.layers)),
 }
 """What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
 

@@ -94,7 +94,8 @@ class BlockMemory:
         yield Entry("attention", "input of the norm", self.norm, NONE)
         yield Entry("attention", "output of the norm", self.normed, NONE)
         # Modes that keep products are assumed to keep all, which is too much.
-        yield Entry("attention", "linear attention", self.tokens * self.layer.linear_kept, NONE + AROUND_ATTENTION)
+        if (scan := self.layer.scan) is not None:
+            yield Entry("attention", "linear attention", self.tokens * scan.kept, NONE + AROUND_ATTENTION)
         if not self.layer.attends:
             return
         yield Entry("attention", "Q", self.queries, NONE + AROUND_ATTENTION)

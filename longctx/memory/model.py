@@ -119,14 +119,14 @@ class Weights:
         self.updated = self.trained if spec.adapted else self.all - (spec.frozen_tower if first else 0)
         self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
         matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
-        self.spared = ELEMENT_BYTES[config.dtype] * layer.quantized_parameters - layer.quantized_bytes
+        quantized = layer.quantized
+        self.spared = 0 if quantized is None else ELEMENT_BYTES[config.dtype] * quantized.parameters - quantized.bytes
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
 
 def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
     """Returns a block with the mean number of parameters of encoder and decoder, which may differ much."""
-    kinds = ("matrix", "other", "adapter", "quantized")
-    names = [*(f"{kind}_parameters" for kind in kinds), "quantized_bytes"]
+    names = [f"{kind}_parameters" for kind in ("matrix", "other", "adapter")]
     return replace(layers[-1], **{name: sum(getattr(layer, name) for layer in layers) // len(layers) for name in names})
 
 
@@ -155,8 +155,8 @@ class RankMemory:
         for layers, tokens in parts:
             self.layer = max(layers, key=lambda layer: layer.parameters)
             sized, its_load = replace(spec, hidden_size=self.layer.hidden_size), replace(load, tokens=tokens)
-            kinds = [(layer.attends, layer.linear_kept, layer.linear_working) for layer in layers]
-            alike = {kind: replace(self.layer, attends=kind[0], linear_kept=kind[1], linear_working=kind[2]) for kind in kinds}
+            kinds = [(layer.attends, layer.scan) for layer in layers]
+            alike = {(attends, scan): replace(self.layer, attends=attends, scan=scan) for attends, scan in kinds}
             self.blocks = {kind: BlockMemory(sized, config, layer, its_load, fused) for kind, layer in alike.items()}
             self.block = self.blocks[kinds[0]]
             self.kept += sum(self.blocks[kind].kept(self.recompute) for kind in kinds)
@@ -171,7 +171,7 @@ class RankMemory:
         self.kept_kv = 0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix.
-        self.expanded = (FLOAT32 + 2) * self.layer.largest_quantized
+        self.expanded = 0 if self.layer.quantized is None else (FLOAT32 + 2) * self.layer.quantized.largest
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:
@@ -307,7 +307,7 @@ class RankMemory:
         backward of linear attention.
         """
         load, queries, keys = self.load, block.queries, block.keys
-        linear = load.tokens * block.layer.linear_working
+        linear = 0 if block.layer.scan is None else load.tokens * block.layer.scan.working
         if not block.layer.attends:
             return linear
         sums = (queries + keys) * FLOAT32 // self.block.number if load.remote else 0

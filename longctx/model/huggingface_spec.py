@@ -10,7 +10,7 @@ from torch import nn
 from longctx.attention.linear.huggingface import has_delta_rule, linear_layers, state_size
 from longctx.model.experts import stacks_experts
 from longctx.model.linear_costs import LinearCosts, linear_costs
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec, Scan
 
 WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
 """Types of layers of models with linear attention that have no softmax attention."""
@@ -86,7 +86,7 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     if any(map(stacks_experts, block.parameters())):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
     linear = linear_layers(block)
-    (costs,) = [linear_costs(each, kind, config.hidden_size) for each, kind in linear.items()] or [LinearCosts()]
+    scans = [_scan(each, linear_costs(each, kind, config.hidden_size)) for each, kind in linear.items()]
     return LayerSpec(
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
@@ -96,13 +96,12 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         matrix_parameters=visited,
         other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
         idle_parameters=matrices - visited,
-        state_size=sum(map(state_size, linear)),
-        scan_flops=costs.scan,
-        split_flops=costs.split,
-        delta_rule=any(map(has_delta_rule, linear)),
-        linear_kept=costs.kept,
-        linear_working=costs.working,
+        scan=scans[0] if scans else None,
     )
+
+
+def _scan(layer: nn.Module, costs: LinearCosts) -> Scan:
+    return Scan(state_size(layer), costs.scan, costs.split, has_delta_rule(layer), costs.kept, costs.working)
 
 
 def _first(config: Any, names: Iterable[str]) -> int | None:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longctx.attention.linear.huggingface import ARGUMENT, LayerRecurrence, replace_functions
 from longctx.attention.linear.recurrence import Recurrence
-from longctx.planning.cost.spec import NO_FLOPS, PassFlops
+from longctx.planning.cost.spec import PassFlops
 from longctx.planning.layout import Layout, Placement
 
 TOKENS = 16384
@@ -25,17 +25,17 @@ WHOLE, SPLIT = (Placement(0, 0, 1), 0), (Placement(0, 0, 4), 1)
 
 
 class LinearCosts(NamedTuple):
-    """What a layer keeps and computes per token; nothing by default.
+    """What a layer keeps and computes per token.
 
     Attributes:
         kept, working: bytes kept for backward, and those that its backward needs beside them, at most.
-        scan, split: as `scan_flops` and `split_flops` of `LayerSpec`.
+        scan, split: as `flops` and `split_flops` of `Scan`.
     """
 
-    kept: int = 0
-    working: int = 0
-    scan: PassFlops = NO_FLOPS
-    split: PassFlops = NO_FLOPS
+    kept: int
+    working: int
+    scan: PassFlops
+    split: PassFlops
 
 
 _MEASURED: dict[tuple[Any, ...], LinearCosts] = {}

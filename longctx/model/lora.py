@@ -22,7 +22,7 @@ from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError
 from longctx.model.protocol import generator_of
 from longctx.model.quantized import QuantizedLinear, quantize_layers
 from longctx.model.vision import is_vision, weights_of_images
-from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec, Quantized
 
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""
@@ -245,9 +245,7 @@ def with_quantized(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
         quantized = [module for module in block.modules() if isinstance(module, QuantizedLinear)]
         sizes = [module.rows * module.columns for module in quantized]
         packed = sum(module.weight.numel() for module in quantized)
-        layers.append(
-            replace(layer, quantized_parameters=sum(sizes), quantized_bytes=packed, largest_quantized=max(sizes, default=0))
-        )
+        layers.append(replace(layer, quantized=Quantized(sum(sizes), packed, max(sizes, default=0))))
     return replace(spec, layers=tuple(layers))
 
 

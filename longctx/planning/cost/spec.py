@@ -24,6 +24,37 @@ NO_FLOPS = PassFlops()
 
 
 @dataclass(frozen=True)
+class Scan:
+    """Linear attention of a block, per token.
+
+    Attributes:
+        state_size: values of its state and of its transition, which segments of a split document send to each other.
+        flops: matrix products of its scan in float32, in a long document.
+        split_flops: how many more in a document on several ranks: those of the transitions, and of outputs from the states that
+            other ranks send.
+        delta_rule: whether it has one.
+        kept: bytes that it keeps for backward.
+        working: bytes that backward needs beside.
+    """
+
+    state_size: int
+    flops: PassFlops = NO_FLOPS
+    split_flops: PassFlops = NO_FLOPS
+    delta_rule: bool = False
+    kept: int = 0
+    working: int = 0
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Parameters of a block that are kept quantized: their number, the bytes of all, and the number in the largest matrix."""
+
+    parameters: int
+    bytes: int
+    largest: int
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Sizes of one block: self-attention and an MLP.
 
@@ -38,20 +69,14 @@ class LayerSpec:
         attention_norms: values per token that norms of heads keep for backward.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
         adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
-        quantized_parameters, quantized_bytes, largest_quantized: frozen parameters that are kept quantized, the bytes of all of
-            them, and the number in the largest matrix.
+        quantized: its frozen parameters that are kept quantized, with adapters; None: none.
         experts, experts_per_token, expert_parameters: number of experts, of those that a token uses, and parameters of all of
             them, which are part of `matrix_parameters` and `idle_parameters`; 0 without experts.
         query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
         source_parameters: part of `matrix_parameters` that multiplies tokens of the source: K and V of a decoder's
             cross-attention; 0 without an encoder.
         attends: whether it has softmax attention, whose operations and exchange grow with the document.
-        state_size: values of linear attention's state and of its transition, which segments of a split document send to each
-            other; 0: no linear attention.
-        scan_flops, split_flops: matrix products of its scan in float32, in a long document, and how many more in a document on
-            several ranks: those of the transitions, and of outputs from the states that other ranks send.
-        delta_rule: whether its linear attention has one.
-        linear_kept, linear_working: bytes per token that linear attention keeps for backward, and that backward needs beside.
+        scan: its linear attention; None: none.
     """
 
     hidden_size: int
@@ -66,20 +91,13 @@ class LayerSpec:
     idle_parameters: int = 0
     adapter_parameters: int = 0
     adapter_width: int = 0
-    quantized_parameters: int = 0
-    quantized_bytes: int = 0
-    largest_quantized: int = 0
+    quantized: Quantized | None = None
     query_parameters: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_parameters: int = 0
     attends: bool = True
-    state_size: int = 0
-    scan_flops: PassFlops = NO_FLOPS
-    split_flops: PassFlops = NO_FLOPS
-    delta_rule: bool = False
-    linear_kept: int = 0
-    linear_working: int = 0
+    scan: Scan | None = None
     source_parameters: int = 0
 
     @property
@@ -106,7 +124,7 @@ class LayerSpec:
     def multiplications(self, keys: int) -> int:
         """Returns the multiplications for one token that attends to `keys` tokens, without those of norms."""
         seen = 0 if not self.attends else keys if self.window is None else min(keys, self.window)
-        scanned = int(self.scan_flops.forward) // 2
+        scanned = 0 if self.scan is None else int(self.scan.flops.forward) // 2
         return self.matrix_parameters + self.adapter_parameters + scanned + 2 * seen * self.num_attention_heads * self.head_dim
 
     def attention_flops(self, length: int) -> int:
@@ -228,7 +246,7 @@ class ModelSpec:
     @property
     def scan_flops(self) -> float:
         """Operations of all scans per token, in forward and backward."""
-        return sum(sum(layer.scan_flops) for layer in self.layers)
+        return sum(sum(layer.scan.flops) for layer in self.layers if layer.scan is not None)
 
     @property
     def multiplied_parameters(self) -> int:

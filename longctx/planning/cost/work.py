@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec, Scan
 from longctx.planning.hardware_profile import ProfileError
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
@@ -99,8 +99,8 @@ def work_of(
     decoder, share = attending[spec.encoder_layers :], 2 if spec.encoder_layers else 1
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
     element_bytes, passes = ELEMENT_BYTES[dtype], 3 + again - keep_kv
-    linear, linear_passes = [layer for layer in layers if layer.state_size], 2 + (recompute != "none")
-    scans = [_scanned(layer, 1 if fused and layer.delta_rule else FLOAT32[dtype], recompute) for layer in linear]
+    linear, linear_passes = [layer.scan for layer in layers if layer.scan is not None], 2 + (recompute != "none")
+    scans = [_scanned(scan, 1 if fused and scan.delta_rule else FLOAT32[dtype], recompute) for scan in linear]
     kv_bytes = sum(
         kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes)
         for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
@@ -120,7 +120,7 @@ def work_of(
         expert_weights=experts / expert_ranks,
         expert_ranks=expert_ranks if experts else 1,
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
-        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in linear) * linear_passes,
+        state_bytes=SEGMENTS * STATE_BYTES * sum(scan.state_size for scan in linear) * linear_passes,
         split=sum(split for _, split in scans) / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
     )
@@ -149,13 +149,11 @@ def _computed(spec: ModelSpec, layers: Sequence[LayerSpec], head: int, recompute
     return in_blocks + head + repeated / 3 - frozen / 3
 
 
-def _scanned(layer: LayerSpec, slower: float, recompute: str) -> tuple[float, float]:
+def _scanned(scan: Scan, slower: float, recompute: str) -> tuple[float, float]:
     """Returns the parameters that take as long as a layer's scan, and as what it takes more for split documents."""
     again = recompute in ("selective", "full")
-    scan, split = (
-        slower * (forward * (1 + again) + backward) / 6 for forward, backward in (layer.scan_flops, layer.split_flops)
-    )
-    return scan, split
+    whole, split = (slower * (forward * (1 + again) + backward) / 6 for forward, backward in (scan.flops, scan.split_flops))
+    return whole, split
 
 
 def _tensor_bytes(layers: int, hidden_bytes: int, recompute: str, tensor: int) -> float:
