@@ -18,6 +18,7 @@ from longctx.memory.advisor import cheapest_change, choices, heaviest
 from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups
 from longctx.planning.cost.scaling import query_share, scale
+from longctx.planning.cost.spec import Adapters
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
 from longctx.planning.planners.planner import make_plan
@@ -156,7 +157,7 @@ def test_queries_that_are_computed_first_hide_nothing() -> None:
     assert scale(H100, described.work, work_of(first, "bfloat16")) == replace(H100, query_share=0.0)
     older = replace(H100, query_share=0.0)
     assert scale(older, described.work, work_of(spec, "bfloat16", recompute="full")).query_share == 0
-    frozen = replace(spec, layers=tuple(replace(layer, adapter_parameters=1) for layer in spec.layers))
+    frozen = replace(spec, layers=tuple(replace(layer, adapters=Adapters(1, 1)) for layer in spec.layers))
     assert scale(H100, described.work, work_of(frozen, "bfloat16")).query_share == pytest.approx(1.5 * H100.query_share)
 
 

@@ -109,7 +109,7 @@ def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
 
 def _router(config: Config, spec: ModelSpec) -> str:
     """Returns which code runs the routers of experts: native, transformers (if it can be watched) or none."""
-    if spec.largest_layer.experts:
+    if spec.largest_layer.routed.experts:
         return "native"
     return "transformers" if _model_type(config) in ROUTERS else "none"
 
@@ -118,7 +118,7 @@ def _router_bias(config: Config, spec: ModelSpec) -> bool:
     """Returns whether routers have a bias; no family of checkpoints that the native decoder runs has one."""
     if config.model.from_pretrained is None:
         return config.model.sizes().router_bias
-    return not spec.largest_layer.experts and _model_type(config) in WITH_BIAS
+    return not spec.largest_layer.routed.experts and _model_type(config) in WITH_BIAS
 
 
 def _model_type(config: Config) -> str | None:
@@ -127,7 +127,7 @@ def _model_type(config: Config) -> str | None:
 
 
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
-    "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
+    "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.routed.experts),
     "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.scan for layer in spec.layers)),

@@ -100,9 +100,9 @@ class Weights:
     ) -> None:
         """`layer` is the largest of the blocks `held`, which all count as large."""
         split, expert_ranks = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
-        experts, layers = layer.expert_parameters // split, len(held)
+        experts, layers = layer.routed.parameters // split, len(held)
         matrices = layer.matrix_parameters + layer.idle_parameters
-        whole = matrices // split + layer.other_parameters + layer.adapter_parameters
+        whole = matrices // split + layer.other_parameters + layer.adapters.parameters
         self.block = whole - experts + experts // expert_ranks
         embedding = spec.vocabulary_parameters // split
         positions = spec.position_parameters // split if first else 0
@@ -111,14 +111,14 @@ class Weights:
         self.root += positions
         tower, adapters = (spec.tower_parameters, spec.tower_adapters) if first else (0, 0)
         self.all = layers * whole + self.root + tower + adapters
-        self.trained_block = layer.adapter_parameters if spec.adapted else self.block
+        self.trained_block = layer.adapters.parameters if spec.adapted else self.block
         self.trained_root = 0 if spec.adapted else self.root
         self.trained_head = embedding if last and not spec.adapted else 0
         self.trained_tower = spec.trained_tower if first else 0
         self.trained = layers * self.trained_block + self.trained_root + self.trained_tower
         self.updated = self.trained if spec.adapted else self.all - (spec.frozen_tower if first else 0)
-        self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
-        matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
+        self.matrices = layers * (layer.adapters.parameters if spec.adapted else matrices // split)
+        matrix = max(layer.intermediate_size * spec.hidden_size, layer.routed.parameters // 3 // expert_ranks)
         quantized = layer.quantized
         self.spared = 0 if quantized is None else ELEMENT_BYTES[config.dtype] * quantized.parameters - quantized.bytes
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)

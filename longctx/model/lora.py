@@ -22,7 +22,7 @@ from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError
 from longctx.model.protocol import generator_of
 from longctx.model.quantized import QuantizedLinear, quantize_layers
 from longctx.model.vision import is_vision, weights_of_images
-from longctx.planning.cost.spec import ModelSpec, Quantized
+from longctx.planning.cost.spec import Adapters, ModelSpec, Quantized
 
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""
@@ -227,13 +227,8 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module], hf: Any) -> Mode
     layers, outside = [], weights_of_images(hf) if is_vision(hf) else []
     for layer, block in zip(spec.layers, blocks, strict=True):
         sizes = {name: parameter.shape for name, parameter in block.named_parameters() if parameter.requires_grad}
-        layers.append(
-            replace(
-                layer,
-                adapter_parameters=sum(shape.numel() for shape in sizes.values()),
-                adapter_width=sum(shape[0] for name, shape in sizes.items() if name.endswith(A)),
-            )
-        )
+        width = sum(shape[0] for name, shape in sizes.items() if name.endswith(A))
+        layers.append(replace(layer, adapters=Adapters(sum(shape.numel() for shape in sizes.values()), width)))
     trained = sum(weight.numel() for weight in outside if weight.requires_grad)
     return replace(spec, layers=tuple(layers), tower_adapters=trained)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longctx.errors import UserError
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec, Routed
 
 MOST_ENTRIES = (1 << 31) - 1
 """Maximum of vocabulary, positions and windows."""
@@ -173,9 +173,7 @@ def _with_experts(dense: LayerSpec, shape: ModelShape) -> LayerSpec:
         intermediate_size=chosen + shape.shared_expert_intermediate_size,
         matrix_parameters=dense.matrix_parameters - of_mlp * shape.intermediate_size + visited,
         idle_parameters=routed - of_mlp * chosen,
-        experts=shape.num_experts,
-        experts_per_token=shape.num_experts_per_tok,
-        expert_parameters=routed,
+        routed=Routed(shape.num_experts, shape.num_experts_per_tok, routed),
     )
 
 

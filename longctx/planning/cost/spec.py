@@ -54,6 +54,24 @@ class Quantized:
     largest: int
 
 
+class Routed(NamedTuple):
+    """Experts of a block that a router chooses: their number, how many a token uses, and the parameters of all of them."""
+
+    experts: int
+    per_token: int
+    parameters: int
+
+
+class Adapters(NamedTuple):
+    """LoRA's matrices in a block: their parameters, and values per token between the two matrices of all (sum of ranks)."""
+
+    parameters: int
+    width: int
+
+
+NOT_ROUTED, NOT_ADAPTED = Routed(0, 0, 0), Adapters(0, 0)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """Sizes of one block: self-attention and an MLP.
@@ -67,11 +85,9 @@ class LayerSpec:
         idle_parameters: parameters of matrices that do not multiply a token: experts that it does not use.
         window: attention window in tokens, the token itself included; None: no window.
         attention_norms: values per token that norms of heads keep for backward.
-        adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
-        adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
+        adapters: LoRA's matrices in it; if it has parameters, all others are frozen.
         quantized: its frozen parameters that are kept quantized, with adapters; None: none.
-        experts, experts_per_token, expert_parameters: number of experts, of those that a token uses, and parameters of all of
-            them, which are part of `matrix_parameters` and `idle_parameters`; 0 without experts.
+        routed: its experts, whose parameters are part of `matrix_parameters` and `idle_parameters`.
         query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
         source_parameters: part of `matrix_parameters` that multiplies tokens of the source: K and V of a decoder's
             cross-attention; 0 without an encoder.
@@ -89,13 +105,10 @@ class LayerSpec:
     window: int | None = None
     attention_norms: int = 0
     idle_parameters: int = 0
-    adapter_parameters: int = 0
-    adapter_width: int = 0
+    adapters: Adapters = NOT_ADAPTED
     quantized: Quantized | None = None
     query_parameters: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_parameters: int = 0
+    routed: Routed = NOT_ROUTED
     attends: bool = True
     scan: Scan | None = None
     source_parameters: int = 0
@@ -103,13 +116,15 @@ class LayerSpec:
     @property
     def routed_size(self) -> int:
         """Part of `intermediate_size` in experts that a router chooses; the rest is a dense MLP, or an expert of all tokens."""
-        if not self.experts:
-            return 0
-        return self.experts_per_token * self.expert_parameters // (3 * self.experts * self.hidden_size)
+        return self.routed.per_token * self._expert_width
+
+    @property
+    def _expert_width(self) -> int:
+        return self.routed.parameters // (3 * self.routed.experts * self.hidden_size) if self.routed.experts else 0
 
     @property
     def parameters(self) -> int:
-        return self.matrix_parameters + self.other_parameters + self.idle_parameters + self.adapter_parameters
+        return self.matrix_parameters + self.other_parameters + self.idle_parameters + self.adapters.parameters
 
     @property
     def matrix_shapes(self) -> list[tuple[int, int, int]]:
@@ -117,15 +132,14 @@ class LayerSpec:
         attention = [
             (2, heads * self.head_dim, self.hidden_size) for heads in (self.num_attention_heads, self.num_key_value_heads)
         ]
-        width = self.expert_parameters // (3 * self.experts * self.hidden_size) if self.experts else 0
-        mlps = [(3, self.intermediate_size - self.routed_size), (3 * self.experts, width)]
+        mlps = [(3, self.intermediate_size - self.routed_size), (3 * self.routed.experts, self._expert_width)]
         return attention + [(count, self.hidden_size, columns) for count, columns in mlps if count * columns]
 
     def multiplications(self, keys: int) -> int:
         """Returns the multiplications for one token that attends to `keys` tokens, without those of norms."""
         seen = 0 if not self.attends else keys if self.window is None else min(keys, self.window)
         scanned = 0 if self.scan is None else int(self.scan.flops.forward) // 2
-        return self.matrix_parameters + self.adapter_parameters + scanned + 2 * seen * self.num_attention_heads * self.head_dim
+        return self.matrix_parameters + self.adapters.parameters + scanned + 2 * seen * self.num_attention_heads * self.head_dim
 
     def attention_flops(self, length: int) -> int:
         """Returns the operations of the forward pass of causal attention over a document of `length` tokens.
@@ -202,7 +216,7 @@ class ModelSpec:
     @property
     def adapted(self) -> bool:
         """Whether only adapters are trained."""
-        return self.tower_adapters > 0 or any(layer.adapter_parameters for layer in self.layers)
+        return self.tower_adapters > 0 or any(layer.adapters.parameters for layer in self.layers)
 
     @property
     def trained_parameters(self) -> int:
@@ -230,7 +244,7 @@ class ModelSpec:
     def trained_matrices(self) -> int:
         """Number of parameters with gradients in matrices of blocks."""
         if self.adapted:
-            return sum(layer.adapter_parameters for layer in self.layers)
+            return sum(layer.adapters.parameters for layer in self.layers)
         return sum(layer.matrix_parameters + layer.idle_parameters for layer in self.layers)
 
     def frozen_products(self, lengths: Sequence[int], sources: Sequence[int] = ()) -> int:
@@ -251,7 +265,7 @@ class ModelSpec:
     @property
     def multiplied_parameters(self) -> int:
         """Number of parameters that multiply every token: matrices of the blocks, and the output projection."""
-        in_blocks = sum(layer.matrix_parameters + layer.adapter_parameters for layer in self.layers)
+        in_blocks = sum(layer.matrix_parameters + layer.adapters.parameters for layer in self.layers)
         return in_blocks + self.head_parameters
 
     @property
@@ -259,7 +273,7 @@ class ModelSpec:
         """What tokens of sources and of targets cost; needs `vocab_size`. Operations of backward count as those of forward."""
         if not self.encoder_layers:
             return EQUAL_PARTS
-        of_layers = [layer.matrix_parameters + layer.adapter_parameters for layer in self.layers]
+        of_layers = [layer.matrix_parameters + layer.adapters.parameters for layer in self.layers]
         source, target = (self._pair_products(of_layers, self.head_parameters, *pair) for pair in ((1, 0), (0, 1)))
         read, written = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
         queries, own_queries = (sum(layer.num_attention_heads * layer.head_dim for layer in part) for part in (read, written))
@@ -285,7 +299,7 @@ class ModelSpec:
     def _pair_flops(self, source: int, target: int) -> int:
         """Returns the operations of a forward pass over a source and its target."""
         encoder, decoder = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
-        of_layers = [layer.matrix_parameters + layer.adapter_parameters for layer in self.layers]
+        of_layers = [layer.matrix_parameters + layer.adapters.parameters for layer in self.layers]
         seen = sum(2 * layer.attention_flops(source) for layer in encoder)
         seen += sum(layer.attention_flops(target) for layer in decoder)
         crossed = 4 * source * target * sum(layer.num_attention_heads * layer.head_dim for layer in decoder)
