@@ -8,7 +8,9 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +34,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # says where it is, if it gives no answer
     while True:
         gc.freeze()  # what was imported needs no look again
         try:
@@ -114,7 +117,9 @@ class Workers:
         with suppress(EOFError, ConnectionResetError):
             if connection.poll(4 * timeout_s):
                 return connection.recv()
-            return False, f"rank {rank} gave no answer in {4 * timeout_s:.0f} s"
+            os.kill(self.workers[rank][0].pid, signal.SIGUSR1)
+            time.sleep(1)
+            return False, f"rank {rank} gave no answer in {4 * timeout_s:.0f} s: where it is stands in the output"
         process = self.workers[rank][0]
         process.join(10)
         return False, f"the process of rank {rank} died with exit code {process.exitcode} (negative: a signal)"
