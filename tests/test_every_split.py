@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from longctx.training.metrics import StepMetrics
-from split_table import GRADIENT_NORM, LOSS, Table
+from tests.split_table import GRADIENT_NORM, LOSS, Table
 from tests.training_cases import make_store, train, zero_bubble
 from tests.workers import Workers
 
