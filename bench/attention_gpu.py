@@ -10,26 +10,22 @@ Every kernel (and every installed flash attention library) is first checked (att
 (attention_times.py). One GPU measures every degree, since only one rank is timed. A kernel that fails a check of what is timed
 is not timed. The exit status is 1 if any check failed.
 
-Writes OUT.csv (times), OUT.png (throughput), OUT-checks.csv and OUT-elementwise.csv (memory-bound pieces of a step compared
-with a copy), and prints the efficiency table of a hardware profile by kernel. Rows are appended as they are measured; failed
-rows have a reason. If an error makes the GPU unusable, the process ends; the same command with --append continues after the
-failed row. Not measured: messages, and whether attention hides them.
+Writes OUT.csv (times), OUT-checks.csv and OUT-elementwise.csv (memory-bound pieces of a step compared with a copy). Rows are
+appended as they are measured; failed rows have a reason. If an error makes the GPU unusable, the process ends; the same command
+with --append continues after the failed row. Not measured: messages, and whether attention hides them.
 """
 
 import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 import attention_checks
 import attention_times
@@ -38,7 +34,6 @@ from harness import Table, command, device_facts, facts, median_s, options
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.calibration import fit_attention
 
 PIECE_COLUMNS = "piece", "gb_per_s", "share_of_copy", "failed"
 
@@ -48,7 +43,6 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
     parser.add_argument("--first", action="store_true", help="the few sizes of first_contact.py")
     parser.add_argument("--kernels", help="only these kernels, such as triton,reference (default: all that run here)")
-    parser.add_argument("--layers", type=int, default=32, help="number of layers of the model, for the efficiency tables")
     parser.add_argument("--append", action="store_true", help="keep the rows of OUT and measure only missing rows")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -69,9 +63,6 @@ def main() -> None:
     for number, name in enumerate(names):
         share_s = (deadline - time.monotonic()) / (len(names) - number)
         measure_kernel(name, sizes, device, times, checks, time.monotonic() + share_s)
-        print(f"# {name}, {given.layers} layers of {sizes.heads} heads of {sizes.head_dim}, {sizes.dtype}")
-        print(efficiency(times.find(kernel=name, failed=""), given.layers))
-    plot(times.find(failed=""), given.out.with_suffix(".png"))
     if not pieces.rows:
         measure_pieces(sizes, device, pieces)
     failed = [check for check in checks.rows if check["right"] != "True"]
@@ -156,43 +147,6 @@ def measure_pieces(sizes: Sizes, device: torch.device, table: Table) -> None:
             copied = copied or rate
             table.append({"piece": name, "gb_per_s": rate, "share_of_copy": rate / copied})
             print(f"{name}: {rate:.0f} GB/s, {rate / copied:.0%} of a copy")
-
-
-def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
-    """Plots throughput by tokens per rank: one column per kernel and number of documents, one line per degree."""
-    kinds = list(dict.fromkeys((row["kernel"], row["documents"]) for row in rows))
-    degrees = sorted({int(row["degree"]) for row in rows})
-    figure = Figure((2 + 3 * len(kinds), 6), layout="constrained")
-    axes = figure.subplots(2, max(1, len(kinds)), sharey="row", squeeze=False)
-    for (way, line), (column, (kernel, documents)) in product(
-        zip(("forward", "backward"), axes, strict=True), enumerate(kinds)
-    ):
-        for number, degree in enumerate(degrees):
-            same = {"kernel": kernel, "documents": documents, "degree": str(degree)}
-            chosen = sorted((row for row in rows if same.items() <= row.items()), key=lambda row: int(row["tokens"]))
-            colour, tokens = colormaps["viridis"](0.9 * number / len(degrees)), [int(row["tokens"]) for row in chosen]
-            ring, single = ([float(row[f"{way}_{what}_tflops"]) for row in chosen] for what in ("ring", "single"))
-            line[column].plot(tokens, ring, "o-", color=colour, markersize=4, label=f"degree {degree}")
-            line[column].plot(tokens, single, "--", color=colour)
-        line[column].set(title=f"{kernel}, documents: {documents}", xlabel="tokens per rank", ylabel=f"{way}, TFLOP/s")
-        line[column].set_xscale("log", base=2)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.suptitle("One rank of a ring (solid), and one call with equal work (dashed)")
-    figure.savefig(path, dpi=110)
-
-
-def efficiency(rows: Sequence[dict[str, str]], layers: int) -> str:
-    """Returns constants of a hardware profile: forward and backward of one kernel in `layers` layers, including merging."""
-    whole: dict[int, float] = {}
-    for row in rows:
-        if int(row["degree"]) == 1:
-            both, documents = float(row["forward_ring"]) + float(row["backward_ring"]), int(row["documents"])
-            whole[int(row["tokens"]) // documents] = both * layers / documents
-    if not whole:
-        return "# no efficiency table: whole documents were not measured"
-    slope, shares = fit_attention(whole)
-    table = [[length, round(share, 3)] for length, share in shares]
-    return f"attention_s_per_token2: {slope:.4g}\nattention_efficiency: {table}"
 
 
 if __name__ == "__main__":

@@ -1,132 +1,109 @@
-"""Multi-node training on one machine, with network namespaces as nodes (namespaces.py); needs root on Linux.
+"""Real runs of an 8B model's ratios on many ranks, with a modelled device (modelled.py), on one machine; needs root on Linux.
 
-    python bench/cluster.py --nodes 2 --ranks-per-node 2
-    python bench/cluster.py --nodes 4 --ranks-per-node 1 --network workload
+    python bench/cluster.py --nodes 4 --ranks-per-node 8 --mix wlb_128k --documents-a-rank 4
 
-Links between nodes have a limited rate; loopback replaces NVLink; latency is that of the bridge. With `torchrun --nnodes`,
-`longctx calibrate` measures this cluster, and `longctx measure` trains the same documents under every mode in turn,
-planned with that profile.
+Network namespaces are the nodes (namespaces.py). `longctx measure` trains the same documents under every mode in turn.
 
-Computing. There are more ranks than cores, so a waiting rank would leave its core to the others, and imbalance would seem
-cheaper than it is. So the computing thread of every rank has a fixed quota of `--share` of a core, whether the others wait or
-not, like a GPU; the sum of all quotas must be below the number of cores. Its other threads, which send and read, have none
-(with control groups of version 2 they share the quota). The machine should be idle otherwise.
+Real are loader, planner, layouts, schedules, two-level exchange, FSDP's collectives, torchrun on every node, and every byte on
+links of limited rate, between nodes and inside them. Matrix work and attention kernels sleep for the time that the profile of
+an 8B model on H100s gives, times a dilation D. K, V and their gradients are smaller by a factor
 
-Network. An H100 reaches 450e12 useful FLOP/s in bf16 (46 % of its 989e12; training reaches 40 to 50 %) and has 50e9 bytes/s of
-InfiniBand (400 Gb/s per GPU): 9,000 FLOP per byte, 18,000 per bf16 number. A rank here reaches F FLOP/s, measured on matrix
-products of the model's size under its quota, and sends float32, 4 bytes per number. Two network rates can be chosen:
-  hardware  as many FLOP per number sent as an H100: R = F / 18,000 · 4 bytes/s per rank.
-  workload  the same share of time for K and V as an 8B model on H100s. A wide model computes far more per number of K and V
-            than the small model that fits here (Llama 3.1 8B: 6 · 8.03e9 FLOP per token for 32 layers · 2 · 8 heads · 128 · 3
-            passes numbers), so with `hardware` K and V take a larger share than in large models.
-            R_workload = R_hardware · (FLOP per number of the 8B) / (FLOP per number here).
-The link of a node has R times its ranks. Gathering parameters (FSDP2) uses the same links: with `hardware` it also takes a
-larger share than in a large model with long micro-batches, equally for all modes.
+    S = 393,216 bytes per token (8B, bfloat16, 32 layers, three passes) / those of the tiny model
 
-Documents. Pieces of the source code of this Python's standard library, as bytes, with lengths from a published mix
-(`longctx.comparison.mixes`) divided by `--scale`. Attention dominates from about 2,500 tokens on here, and from 44,000 on in
-the 8B model, so lengths divided by 16 keep the share of attention about equal.
+so links have the profile's rates / (S · D), and the same documents take D times as long. In-node links are pooled: the ranks of
+a node share 8 times the rate of one.
+
+FSDP gathers 2 bytes for each of 8.03e9 parameters for the forward of a micro-batch, 2 for its backward, and reduces 4 at the
+end of a step. Here a parameter has 4 bytes, and gloo reduces by an allreduce, of 8. So P unused parameters with
+8 P = 4 · 8.03e9 / S have the true share of the links in both. Beside a GPU gathering is hidden behind computing; here nothing
+hides it, in any mode: 0.1 s per micro-batch (before dilation) on 4 nodes of 8, and 0.1 s per step for the reduction. The
+profile has the first in `launch_s`, and the sleep of the optimizer is shorter by the second.
+
+What is not real: latency of links (a bridge has none), the optimizer's own work, and memory. One process plans for all ranks.
+The host's own work is not dilated, so D must be so large that it is a small share of a step; the table has it: processor time
+of all ranks / (cores · time of the step). Part of it is idle: what threads that wait for messages need while all ranks sleep.
 """
 
 import argparse
 import json
+import math
 import os
-import platform
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import yaml
 
-import cluster_modelled
 import harness
 from longctx.comparison.mixes import load_mix
-from longctx.model.presets import ModelShape
 from longctx.planning.cost.work import kv_bytes_per_token
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
-from namespaces import PREFIX, ClusterError, limited_groups, linked_namespaces, refuse_impossible
+from namespaces import PREFIX, ClusterError, linked_namespaces, refuse_impossible
 
-H100_FLOPS, H100_BYTES_PER_S = 450e12, 50e9
-LLAMA_8B_FLOP_PER_NUMBER = 6 * 8.03e9 / (32 * 2 * 8 * 128 * 3)
-MODEL = {
+PROFILE = "h100-nvlink-ib"
+TINY = {
     "vocab_size": 257,
-    "hidden_size": 256,
-    "intermediate_size": 768,
+    "hidden_size": 8,
+    "intermediate_size": 8,
     "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
     "tie_word_embeddings": True,
 }
-OPTIONS = ("nodes", "ranks_per_node", "network", "mix", "scale", "global_tokens", "tokens_per_rank")  # recorded in the result
-DOCUMENTS = 2000
-FLOPS_S = 4.0  # duration of the measurement of F in seconds
-FLOPS_CODE = """
-import sys, time, torch
-torch.set_num_threads(1)
-rows, width, wide, seconds = map(float, sys.argv[1:])
-a, b = torch.randn(int(rows), int(width)), torch.randn(int(width), int(wide))
-began, done = time.perf_counter(), 0
-while time.perf_counter() - began < seconds:
-    a @ b
-    done += 1
-print(2 * rows * width * wide * done / (time.perf_counter() - began))
-"""
+PARAMETERS = 8.03e9
+TOKENS_PER_RANK = 16384
+OPTIONS = ("nodes", "ranks_per_node", "mix", "documents_a_rank", "dilation", "rival", "seed")
+MODES = "auto,bins,static,static:8"
+HEAD = (
+    *("mode", "median step", "**auto over it**", "in total", "prediction error", "computing, mean rank", "busiest rank"),
+    *("waits for exchange, mean rank", "host", "of it idle"),
+)
 
 
 def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--network", choices=("hardware", "workload"), default="hardware")
-    parser.add_argument("--compute", choices=("real", "modelled"), default="real", help="modelled: see cluster_modelled.py")
-    parser.add_argument("--dilation", type=float, default=40.0, help="modelled: factor of all times")
-    parser.add_argument("--documents-a-rank", type=int, default=4, help="modelled: documents per step and rank")
-    parser.add_argument("--seed", type=int, default=0, help="modelled: of the documents drawn")
-    parser.add_argument("--rival", default="", help="modelled: baseline that is measured as mode bins, such as megatron-dev")
-    parser.add_argument("--share", type=float, default=0.25, help="share of a core for every rank")
+    parser.add_argument("--dilation", type=float, default=40.0, help="factor of all times")
     parser.add_argument("--mix", default="wlb_128k")
-    parser.add_argument("--scale", type=int, default=16, help="lengths of the mix are divided by this")
-    parser.add_argument("--tokens-per-rank", type=int, default=2048)
-    parser.add_argument("--global-tokens", type=int, default=12288)
+    parser.add_argument("--documents-a-rank", type=int, default=4, help="documents per step and rank")
+    parser.add_argument("--seed", type=int, default=0, help="of the documents drawn")
+    parser.add_argument("--rival", default="", help="planner that is measured as mode bins, such as megatron-dev")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--modes", help="default: auto, static and every static degree that holds the longest document")
-    parser.add_argument("--profile", type=Path, help="use this profile instead of measuring one")
-    parser.add_argument("--rate", type=float, help="bytes/s per rank instead of those of --network, to compare two versions")
+    parser.add_argument("--modes", default=MODES)
     parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the runs")
-    parser.add_argument("--timeout", type=float, default=1500, help="seconds, for profile and comparison each")
-    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/cluster-NODESxRANKS-NETWORK.json)")
+    parser.add_argument("--timeout", type=float, default=1500, help="seconds")
+    parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/modelled-NODESxRANKS-MIX-DOCUMENTS.json)")
     given = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    modelled = given.compute == "modelled"
-    label = f"{given.mix}-{given.documents_a_rank}" if modelled else given.network
-    kind = "modelled" if modelled else "cluster"
-    out = given.out or harness.RESULTS / f"{kind}-{given.nodes}x{given.ranks_per_node}-{label}.json"
+    label = f"{given.nodes}x{given.ranks_per_node}-{given.mix}-{given.documents_a_rank}"
+    out = given.out or harness.RESULTS / f"modelled-{label}.json"
     try:
         with ExitStack() as stack:
-            result = cluster_modelled.run(given, stack) if modelled else run(given, stack)
+            result = run(given, stack)
     except ClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("cluster: interrupted; namespaces and control groups are removed", file=sys.stderr)
+        print("cluster: interrupted; namespaces are removed", file=sys.stderr)
         return 130
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    table = out.parent / ("cluster-32.md" if modelled else "cluster.md")
-    results = [json.loads(path.read_text("utf-8")) for path in sorted(out.parent.glob(f"{kind}-*.json"))]
-    table.write_text(cluster_modelled.page(results) if modelled else page(results), "utf-8")
-    print(f"written to {out}; {table} has those whose name starts with {kind}-")
+    table = out.parent / "cluster-32.md"
+    results = [json.loads(path.read_text("utf-8")) for path in sorted(out.parent.glob("modelled-*.json"))]
+    table.write_text(page(results), "utf-8")
+    print(f"written to {out}; {table} has those whose name starts with modelled-")
     return 0
 
 
@@ -138,145 +115,115 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
-    """Runs the whole measurement; `stack` removes namespaces, control groups and files."""
-    nodes, per_node = given.nodes, given.ranks_per_node
-    ranks = nodes * per_node
-    refuse_impossible(ranks, given.share)
+    """Trains under every mode in turn; `stack` removes namespaces and files."""
+    refuse_impossible()
+    ranks, per_node, layers = given.nodes * given.ranks_per_node, given.ranks_per_node, int(TINY["num_hidden_layers"])
+    h100 = replace(HardwareProfile.load(PROFILE), ranks_per_node=per_node, latency_s=0.0)
+    kv_bytes = kv_bytes_per_token(layers, int(TINY["num_key_value_heads"]), int(TINY["head_dim"]), 4)
+    smaller = h100.kv_bytes_per_token / kv_bytes
+    ballast = round(PARAMETERS / 2 / smaller / layers)
+    weights_s = 4 * PARAMETERS * (ranks - 1) / ranks / (h100.inter_node_bytes_per_s * per_node)
+    here = dilated(replace(h100, launch_s=h100.launch_s + weights_s), given.dilation, smaller, kv_bytes)
+    steps = given.warmup + given.steps
+    longest = longest_document(ranks, TOKENS_PER_RANK)
+    documents = load_mix(given.mix).draw(given.documents_a_rank * ranks * (steps + 1), given.seed)
+    lengths = [min(longest, max(2, length)) for length in documents]
+
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
-    groups = stack.enter_context(limited_groups(ranks, given.share))
-    speeds = [measure_flops(groups, given.tokens_per_rank)]
-    rate, arithmetic = network_rate(given.network, speeds[0])
-    if given.rate is not None:
-        rate = arithmetic["bytes_per_s_of_a_rank"] = given.rate
-    print("; ".join(f"{name} {value:,.4g}" for name, value in arithmetic.items()), flush=True)
-    cluster = stack.enter_context(linked_namespaces(nodes, rate * per_node))
-    lengths = make_lengths(given.mix, given.scale, longest_document(ranks, given.tokens_per_rank))
-    holding = [f"static:{d}" for d in range(1, ranks + 1) if longest_document(d, given.tokens_per_rank) >= max(lengths)]
-    modes = given.modes or ",".join(["auto", "static", *holding])
+    names = ("h100.yaml", "profile.yaml", "device.json", "run.yaml", "measured.json", "work.jsonl")
+    undilated, profile, device, config, measured, work = (folder / name for name in names)
+    undilated.write_text(yaml.safe_dump(plain(h100)), "utf-8")
+    profile.write_text(yaml.safe_dump(plain(here)), "utf-8")
+    settings: dict[str, Any] = {"profile": str(undilated), "dilation": given.dilation, "layers": layers, "ballast": ballast}
+    settings |= {"step_s": max(0.0, h100.step_s - weights_s), "rival": given.rival, "work": str(work)}
+    device.write_text(json.dumps(settings), "utf-8")
     settings = {
-        "model": MODEL,
+        "model": TINY,
         "data": {"store": str(harness.make_store(lengths, folder))},
-        "batch": {"global_tokens": given.global_tokens, "tokens_per_rank": given.tokens_per_rank},
-        "train": {"device": "cpu", "timeout_s": 300.0},
+        "batch": {"global_tokens": sum(lengths) // (steps + 1), "tokens_per_rank": TOKENS_PER_RANK},
+        "train": {"device": "cpu", "timeout_s": 900.0},
     }
-    config, profile, measured = folder / "run.yaml", given.profile or folder / "profile.yaml", folder / "measured.json"
     config.write_text(yaml.safe_dump(settings), "utf-8")
-    if not given.profile:
-        cluster.torchrun(["calibrate", str(config), "--out", str(profile)], per_node, groups, given.timeout)
-    speeds.append(measure_flops(groups, given.tokens_per_rank))
-    words = ["measure", str(config), "--modes", modes, "--steps", str(given.steps)]
+
+    rates = (rate * per_node for rate in (here.inter_node_bytes_per_s, here.intra_node_bytes_per_s))
+    cluster = stack.enter_context(linked_namespaces(given.nodes, *rates))
+    words = ["measure", str(config), "--modes", given.modes, "--steps", str(given.steps)]
     words += ["--warmup", str(given.warmup), "--out", str(measured), f"--context.profile={profile}"]
     words += [f"--{setting}" for setting in given.settings]
-    cluster.torchrun(words, per_node, groups, given.timeout)
-    speeds.append(measure_flops(groups, given.tokens_per_rank))
+    cluster.torchrun(("bench.modelled", str(device), *words), per_node, given.timeout)
+    result: dict[str, Any] = json.loads(measured.read_text("utf-8"))
+    rows = [json.loads(line) for line in work.read_text("utf-8").splitlines()][given.warmup * len(result["modes"]) :]
+    for number, row in enumerate(rows):
+        result["modes"][number % len(result["modes"])]["steps"][number // len(result["modes"])] |= row
+    for mode in result["modes"]:
+        mode["mode"] = {"bins": given.rival or "bins", "static": "best static of every step"}.get(mode["mode"], mode["mode"])
     versions = harness.facts("longctx", "torch", "numpy")
     return {
-        "about": {
-            "command": harness.command(),
-            "date": versions.pop("date"),
-            "machine": f"{versions.pop('machine')}, Linux {platform.release()}",
-            "load_average": os.getloadavg()[0],
-            "versions": versions,
-        },
-        "cluster": {
-            **{name: getattr(given, name) for name in OPTIONS},
-            "share_of_a_core": given.share,
-            **arithmetic,
-            "flops_at_start_before_and_after_comparison": speeds,
-            "longest": max(lengths),
-        },
-        "profile": yaml.safe_load(profile.read_text("utf-8")),
-        "measured": json.loads(measured.read_text("utf-8")),
+        "about": {"command": harness.command(), "load_average": os.getloadavg()[0], **versions},
+        "cluster": {name: getattr(given, name) for name in OPTIONS}
+        | {"cores": os.cpu_count(), "smaller": smaller, "ballast": ballast * layers, "longest": max(lengths)},
+        "profile": plain(here),
+        "measured": result,
     }
 
 
-def measure_flops(groups: Sequence[Path], rows: int) -> float:
-    """Returns the mean FLOP/s of a rank on the matrix products of its MLP, with all ranks running."""
-    sizes = [str(value) for value in (rows, MODEL["hidden_size"], MODEL["intermediate_size"], FLOPS_S)]
-    words = shlex.join([sys.executable, "-c", FLOPS_CODE, *sizes])
-    started = [
-        subprocess.Popen(["sh", "-c", f"echo 0 > {group}/cgroup.procs && exec {words}"], stdout=subprocess.PIPE, text=True)
-        for group in groups
-    ]
-    try:
-        return statistics.mean(float(process.communicate(timeout=60 + 10 * FLOPS_S)[0]) for process in started)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+def dilated(h100: HardwareProfile, dilation: float, smaller: float, kv_bytes: int) -> HardwareProfile:
+    """Returns the profile of this cluster: all times longer by the dilation, bytes and rates smaller."""
+    times = ("linear_s_per_token", "attention_s_per_token2", "launch_s", "step_s")
+    rates = ("intra_node_bytes_per_s", "inter_node_bytes_per_s")
+    changes = {name: getattr(h100, name) * dilation for name in times}
+    changes |= {name: getattr(h100, name) / smaller / dilation for name in rates}
+    return replace(h100, **changes, kv_bytes_per_token=float(kv_bytes))
 
 
-def network_rate(network: str, flops: float) -> tuple[float, dict[str, float]]:
-    """Returns bytes/s per rank, and the values it is derived from (see the module's docstring)."""
-    shape = ModelShape.model_validate(MODEL)
-    numbers = kv_bytes_per_token(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, 4) / 4
-    # The embedding is tied; its matrix is multiplied once, in the head.
-    flop_per_number = 6 * shape.spec.parameters / numbers
-    hardware = flops / (H100_FLOPS / H100_BYTES_PER_S * 2) * 4
-    rates = {"hardware": hardware, "workload": hardware * LLAMA_8B_FLOP_PER_NUMBER / flop_per_number}
-    found = {"flops_of_a_rank": flops, "flop_per_kv_number": flop_per_number, "bytes_per_s_of_a_rank": rates[network]}
-    return rates[network], found | {f"{name}_bytes_per_s": value for name, value in rates.items()}
-
-
-def make_lengths(mix: str, scale: int, longest: int) -> list[int]:
-    """Returns document lengths: those of a mix divided by `scale`, at most `longest`."""
-    return [min(longest, max(2, length // scale)) for length in load_mix(mix).draw(DOCUMENTS, 0)]
+def plain(profile: HardwareProfile) -> dict[str, Any]:
+    """Returns the values of a profile for YAML."""
+    values = asdict(profile)
+    values["attention_efficiency"] = [list(row) for row in values["attention_efficiency"]]
+    return values
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
-    """Returns the page: one row per run, and the commands that reproduce them."""
-    head = (
-        *("nodes × ranks, network", "auto, median step", "best static", "**auto over best static**", "in total"),
-        *("auto over oracle", "in total", "prediction error of auto", "of best static", "losses differ by"),
-        *("exchange wait per step of auto", "of best static"),
-    )
-    lines = []
-    for result in results:
-        cluster, measured = result["cluster"], result["measured"]
-        modes = {mode["mode"]: mode for mode in measured["modes"]}
-        single = [mode for name, mode in modes.items() if name.startswith("static:")]
-        if "auto" not in modes or not single:
-            continue
-        auto, best, oracle = modes["auto"], min(single, key=lambda mode: mode["total_s"]), modes.get("static")
-        rate = cluster["bytes_per_s_of_a_rank"] / 1e6
-        line = [
-            f"{cluster['nodes']} × {cluster['ranks_per_node']}, {cluster['network']}: {rate:.1f} MB/s per rank",
-            f"{auto['median_s']:.2f} s",
-            f"{best['mode']}, {best['median_s']:.2f} s",
-            *harness.speedups(best, auto, "**"),
-            *(harness.speedups(oracle, auto) if oracle else ("—", "—")),
-            *(f"{mode['prediction_error']:+.1%}" for mode in (auto, best)),
-            f"{measured['loss_difference']:.0e}",
-            *map(exchange_wait, (auto, best)),
-        ]
-        lines.append(line)
+    """Returns the page: a table per run with one row per mode."""
     words = (
-        "Measured times of training steps on emulated clusters (`bench/cluster.py` explains them and the two networks). Best "
-        "static: the fastest single degree that holds the longest document. Oracle: the best static degree of every step by "
-        "the cost model, which a static run cannot use. Speedups: medians over steps, measured (predicted); in total: ratios "
-        "of the sums over steps, as are prediction errors."
+        "Measured steps of runs with a modelled device: everything is real but matrix work and attention kernels, which sleep "
+        "(`bench/cluster.py` explains it). All modes trained the same documents, a step of each in turn. Speedups: "
+        "medians over steps, measured (predicted); in total: ratios of the sums over steps, as are prediction errors. "
+        "Computing and waits: shares of the mode's time. Host: processor time of all ranks, as a share of that of the cores; "
+        "idle: what of it asleep ranks take, in the same unit. static:8 packs documents in the order drawn (fixed static); "
+        "they are cut at what 8 ranks hold."
     )
-    runs = [f"- `{result['about']['command']}`: {told(result)}" for result in results]
-    return "\n".join([words, "", *harness.markdown(head, lines), "", *runs, ""])
+    parts = [words]
+    for result in results:
+        cluster, about, measured = result["cluster"], result["about"], result["measured"]
+        modes = {mode["mode"]: mode for mode in measured["modes"]}
+        auto = modes["auto"]
+        lines = [_line(mode, auto, cluster["cores"]) for mode in modes.values()]
+        tokens, rate = auto["steps"][0]["tokens"], result["profile"]["inter_node_bytes_per_s"] / 1e6
+        place = f"{cluster['nodes']} × {cluster['ranks_per_node']} ranks"
+        versions = ", ".join(f"{name} {value}" for name, value in about.items() if name not in ("command", "load_average"))
+        parts += [
+            f"## {place}, {cluster['mix']}, {cluster['documents_a_rank']} documents per rank",
+            "\n".join(harness.markdown(HEAD, lines)),
+            f"{len(auto['steps'])} steps of about {tokens:,} tokens, longest document drawn {cluster['longest']:,}; dilation "
+            f"{cluster['dilation']:g}, link {rate:.2f} MB/s per rank; losses differ by {measured['loss_difference']:.0e}; "
+            f"{versions}; load {about['load_average']:.1f} at the end: `{about['command']}`",
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
-def told(result: dict[str, Any]) -> str:
-    """Returns a description of a run: documents, speeds, machine and versions."""
-    about, cluster = result["about"], result["cluster"]
-    speeds = ", ".join(f"{flops / 1e9:.1f}" for flops in cluster["flops_at_start_before_and_after_comparison"])
-    return (
-        f"{cluster['mix']} lengths / {cluster['scale']}, longest {cluster['longest']:,} tokens; "
-        f"steps of {cluster['global_tokens']:,} tokens, {cluster['tokens_per_rank']:,} per rank in a micro-batch; "
-        f"{cluster['share_of_a_core']} of a core per rank: {speeds} GFLOP/s at the start, before and after the comparison; "
-        f"{about['machine']}, load {about['load_average']:.1f} at the end; "
-        f"{', '.join(f'{name} {number}' for name, number in about['versions'].items())}; {about['date']}"
-    )
-
-
-def exchange_wait(mode: dict[str, Any]) -> str:
-    """Returns the mean wait of a rank for messages; older results lack it."""
-    waits = [step["exchange_wait_s"] for step in mode["steps"] if "exchange_wait_s" in step]
-    return f"{statistics.mean(waits):.2f} s" if waits else "—"
+def _line(mode: dict[str, Any], auto: dict[str, Any], cores: int) -> list[str]:
+    total = mode["total_s"]
+    shares = [sum(step[key] for step in mode["steps"]) / total for key in ("slept_s", "slept_most_s", "exchange_wait_s")]
+    host, idle = (sum(step.get(key, math.nan) for step in mode["steps"]) / cores / total for key in ("host_s", "idle_s"))
+    seconds = [step["seconds"] for step in mode["steps"]]
+    return [
+        mode["mode"],
+        f"{statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})",
+        *(harness.speedups(mode, auto, "**") if mode is not auto else ("", "")),
+        f"{mode['prediction_error']:+.1%}",
+        *("" if math.isnan(share) else f"{share:.0%}" for share in (*shares, host, idle)),
+    ]
 
 
 if __name__ == "__main__":

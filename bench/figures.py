@@ -23,7 +23,7 @@ from plan import FEW_LONG, times
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("optimizers", "trainers", "transformers", "trees")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("trainers", "transformers", "trees")),
     *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "others", "speedup")),
 )
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

@@ -87,21 +87,6 @@ def trees_predicted() -> list[str]:
     return markdown(head, lines, 1)
 
 
-def optimizers_table() -> list[str]:
-    """Loss of a smaller quick start with two optimizers."""
-    rows = rows_of("optimizers")
-    head, names = ["mean loss of ten steps, up to step", *dict.fromkeys(row["step"] for row in rows)], ("adamw", "muon")
-    table = [[name, *(f"{float(row['mean_loss_of_ten']):.2f}" for row in rows if row["optimizer"] == name)] for name in names]
-    cpu_s = [f"{float(row['cpu_s']):.0f}" for row in rows if row["cpu_s"]]
-    first = rows[0]
-    about = (
-        f"Measured: the quick start's model and learning rate on the same {int(rows[-1]['tokens']):,} tokens "
-        f"(`{first['command']}`: shorter documents and smaller steps than the quick start's), one seed, one process; "
-        f"{' and '.join(cpu_s)} CPU seconds. {first['date']}, {first['machine']}, torch {first['torch']}."
-    )
-    return [*wrapped(about), "", *markdown(head, table, numbers_from=1)]
-
-
 def qlora_table() -> list[str]:
     """Held-out loss and peak memory of LoRA on bases of 16, 4 and 8 bits."""
     rows = rows_of("qlora")
@@ -181,7 +166,6 @@ OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "linear": linear_table,
     "qlora": qlora_table,
     "sensitivity": sensitivity_table,
-    "optimizers": optimizers_table,
     "trees": trees_measured,
     "trees-predicted": trees_predicted,
 }

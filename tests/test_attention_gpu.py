@@ -37,8 +37,8 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_smoke_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu", "--layers", "2")
+def test_smoke_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu")
     checks = table(tmp_path / "a-checks.csv")
     assert {row["mask"] for row in checks} == {"causal", "dense", "window", "window with sinks", "prefix"}
     assert {row["tensor"] for row in checks} == {"out", "dq", "dk", "dv"}
@@ -64,9 +64,6 @@ def test_smoke_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     pieces = {row["piece"]: float(row["share_of_copy"]) for row in table(tmp_path / "a-elementwise.csv")}
     assert list(pieces) == ["copy", "rotary embedding", "RMSNorm", "SwiGLU"]
     assert pieces["copy"] == 1 and all(share > 0 for share in pieces.values())
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert "attention_s_per_token2: " in printed and "attention_efficiency: [[" in printed
 
 
 class Off:

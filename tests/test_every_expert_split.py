@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from longctx.training.metrics import StepMetrics
-from split_table import Table
 from tests.expert_cases import TINY_MOE
+from tests.split_table import Table
 from tests.test_every_split import SMALLER, Split, assert_exact, covering, pairs_of
 from tests.training_cases import make_store, train
 from tests.workers import Workers

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from longctx.training.metrics import StepMetrics
-from split_table import GRADIENT_NORM, LOSS, Table
 from tests.marks import slow_unless
+from tests.split_table import GRADIENT_NORM, LOSS, Table
 from tests.training_cases import make_store, train
 from tests.workers import Workers
 

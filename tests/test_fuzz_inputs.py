@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.fuzz_inputs import FULL, Fuzzer
+from tests.faults.inputs import FULL, Fuzzer
 
 SHORT = {
     "configs": 100,

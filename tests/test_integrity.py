@@ -15,7 +15,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import faults
 from longctx import checksums
 from longctx.checksums import SummedFile
 from longctx.cli import main
@@ -28,6 +27,7 @@ from longctx.training.saved.checkpoint import Checkpoint, NoCheckpoint, SavedWei
 from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.run_folder import RunFolderError, open_run_folder
 from tests.data_cases import byte_store
+from tests.faults import evidence as faults
 from tests.training_cases import SMALL, make_store, pretend_checkpoints, train_and_save
 from tests.workers import Workers
 

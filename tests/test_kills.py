@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import faults
-from tools.fuzz_kills import Killer, Soak
-from tools.fuzz_machine import FAULTS, Machine
+from tests.faults import evidence as faults
+from tests.faults.kills import Killer, Soak
+from tests.faults.machine import FAULTS, Machine
 
 
 @pytest.fixture(scope="module")

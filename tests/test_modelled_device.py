@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cluster_modelled
+import cluster
 import modelled
 from longctx.attention import Schedule, ring_pass
 from longctx.attention.segments import Segment, visible
@@ -47,7 +47,7 @@ def test_visible_pairs(shapes: list[tuple[int, int, int | None]]) -> None:
 def test_all_ratios_are_those_of_the_profile(dilation: float, smaller: float) -> None:
     """The same plan takes `dilation` times as long."""
     h100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
-    here = cluster_modelled.dilated(h100, dilation, smaller, h100.kv_bytes_per_token / smaller)
+    here = cluster.dilated(h100, dilation, smaller, h100.kv_bytes_per_token / smaller)
     lengths = np.array(load_mix("wlb_128k").draw(64, 1))
     assignment = place_fixed_static(h100, lengths, 16, 16384, 16)
     costs = [plan_cost(score(profile, lengths, assignment, 16), profile, lengths, 16384) for profile in (h100, here)]
@@ -117,7 +117,7 @@ def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def test_the_table_has_a_row_per_mode() -> None:
-    page = cluster_modelled.page([result_of({"auto": [5.0, 4.0, 6.0], "static:8": [10.0, 12.0, 6.0]})])
+    page = cluster.page([result_of({"auto": [5.0, 4.0, 6.0], "static:8": [10.0, 12.0, 6.0]})])
     row = next(line for line in page.splitlines() if line.startswith("| static:8"))
     assert "10.0 s (6.0 to 12.0) | **2.00×** (2.00×) | 1.87× (1.87×) | -5.0%" in row, "the median of 10/5, 12/4, 6/6; 28/15"
     assert row.endswith("| 21% | 32% | 5% | 5% | 3% |"), "6, 9 and 1.5 of 28 s; 3 and 1.5 s of two cores"
@@ -132,9 +132,9 @@ def test_a_run_of_two_nodes() -> None:
     )
     vars(arguments).update(warmup=1, modes="auto,bins,static:2", settings=["data.long_documents=drop"], timeout=600)
     with ExitStack() as stack:
-        result = json.loads(json.dumps(cluster_modelled.run(arguments, stack)))
+        result = json.loads(json.dumps(cluster.run(arguments, stack)))
     measured = result["measured"]
     assert [mode["mode"] for mode in measured["modes"]] == ["auto", "megatron-dev", "static:2"]
     assert measured["losses_equal"]
     assert all(-0.5 < mode["prediction_error"] < 0.1 for mode in measured["modes"])
-    assert "| megatron-dev |" in cluster_modelled.page([result])
+    assert "| megatron-dev |" in cluster.page([result])

@@ -1,1 +1,1 @@
-"""Tools that look for faults: mutated inputs, killed ranks, failing machines. `bench/faults.py` and tests drive them."""
+"""Writes the pages of docs/ that repeat the code."""

@@ -1,13 +1,13 @@
 """Faults: what damaged files and mistakes in its input do to longctx. Writes results/faults.md.
 
-    python -m bench.faults               # every part
-    python -m bench.faults flips --scale 0.1 --seed 7
+    python -m tests.faults.evidence               # every part
+    python -m tests.faults.evidence flips --scale 0.1 --seed 7
 
 Part `flips`: one bit of one file is flipped at a time, and the store is opened and read, or the newest checkpoint is looked
 for, verified and loaded, as `train --resume` does. A fault is noticed if it is refused with a message that names the file.
-Part `inputs`: mutated settings, YAML, lengths, profiles, corpora, stores and runs are given to commands: tools/fuzz_inputs.py.
-Part `kills`: ranks are killed at random moments and runs started again; see tools/fuzz_kills.py.
-Part `machine`: ranks that stand still, full disks, cut links, two preparations at once; see tools/fuzz_machine.py. As root.
+Part `inputs`: mutated settings, YAML, lengths, profiles, corpora, stores and runs are given to commands: inputs.py.
+Part `kills`: ranks are killed at random moments and runs started again; see kills.py.
+Part `machine`: ranks that stand still, full disks, cut links, two preparations at once; see machine.py. As root.
 Part `soak`: 2,000 steps with a kill every 50 or so. These three need an idle machine, or patience.
 
 Each part replaces its own section of the results, unless --scale is given. Kills need a temporary folder that is quick: TMPDIR.
@@ -28,13 +28,13 @@ from random import Random
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.training.saved import checkpoint
+from tests.faults.inputs import FULL, LIMIT_S, LONGEST_MESSAGE, TINY, Fuzzer
+from tests.faults.kills import Killer, Soak
+from tests.faults.machine import FAULTS, PATIENCE_S, Machine
 from tests.training_cases import make_store
-from tools.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, TINY, Fuzzer
-from tools.fuzz_kills import Killer, Soak
-from tools.fuzz_machine import FAULTS, PATIENCE_S, Machine
 
-HEAD = "# Faults\n\nMade by `python -m bench.faults`.\n"
-RESULTS = Path(__file__).parent / "results" / "faults.md"
+HEAD = "# Faults\n\nMade by `python -m tests.faults.evidence`.\n"
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "faults.md"
 NOTICED, UNNAMED, HARMLESS = "noticed, file named", "noticed, file not named", "unnoticed, same content"
 WRONG, CRASH = "unnoticed, other content", "an error that is no message"
 

@@ -13,8 +13,8 @@ from bench.namespaces import ClusterError, command, linked_namespaces
 from longctx.checksums import damage
 from longctx.data.manifest import Manifest
 from longctx.training.saved import checkpoint
+from tests.faults.kills import Killer, Row, last_step, result
 from tests.launched import Group, start
-from tools.fuzz_kills import Killer, Row, last_step, result
 
 PATIENCE_S = 15.0
 """`train.timeout_s` of runs whose ranks stop answering."""

@@ -1,6 +1,6 @@
 """Runs whose ranks are killed at random moments and started again until they end, compared with a run that nobody disturbs.
 
-`tests/test_kills.py` kills some, `python -m bench.faults kills soak` kills hundreds.
+`tests/test_kills.py` kills some, `python -m tests.faults.evidence kills soak` kills hundreds.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Mutated inputs: settings, YAML, overrides, lengths, profiles, corpora, stores and runs with mistakes, given to the commands.
 
 Whatever is wrong with an input, a command must end with a message and not with a traceback, and within seconds. A case depends
-only on its kind, the seed and its number. `tests/test_fuzz_inputs.py` runs some, `python -m bench.faults inputs` counts many.
+only on its kind, the seed and its number. `tests/test_fuzz_inputs.py` runs some, `python -m tests.faults.evidence inputs`
+counts many.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ TINY = (
 )
 LIMIT_S = 5
 LONGEST_MESSAGE = 4000
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 KEYS: tuple[Any, ...] = (8192, -1, 1.5, True, None, "", "8192", "mode", "steps", "größe", "a.b", "\x00", "x" * 5000)
 # fmt: off
