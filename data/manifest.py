@@ -11,7 +11,7 @@ from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
 VERSION, WITH_WEIGHTS = 1, 2
-"""Versions of stores without and with weights of tokens, and for encoder-decoders."""
+"""Versions of stores without and with weights of tokens."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"

@@ -266,7 +266,7 @@ class TrainSection(Section):
     epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
     """passes over the documents, instead of steps (null: steps)"""
     seed: int = Field(0, ge=0, le=(1 << 32) - 1)
-    """seed of the initial weights, of masks, and of the order of documents unless data.seed is set"""
+    """seed of the initial weights, and of the order of documents unless data.seed is set"""
     dtype: Literal["float32", "bfloat16"] | None = None
     """dtype of forward and backward; trained weights and optimizer state stay float32 (null: bfloat16 on GPUs and with float8,
     float32 on a CPU)"""
