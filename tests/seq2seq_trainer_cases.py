@@ -1,11 +1,16 @@
 """Trainers of transformers on records of sources and targets, with an encoder-decoder, on one process and on several."""
 
 from pathlib import Path
+from random import Random
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from longctx.data.tokenizer import byte_vocabulary
 from tests.seq2seq_cases import VOCABULARY, build_seq2seq
 from tests.trainer_cases import DOCUMENTS, PROFILE, TOKENS_PER_RANK, arguments, as_rank, report, select_fsdp_on_cpus, tokenizer
 
@@ -120,3 +125,23 @@ def best_logits(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 def mean_row(prediction: Any) -> dict[str, float]:
     """A metric of values of rows."""
     return {"mean_row": float(prediction.predictions.mean()), "rows": len(prediction.predictions)}
+
+
+def save_checkpoint(folder: Path) -> Path:
+    """Saves a tiny T5Gemma with a tokenizer of bytes; its decoder begins with [BOS]."""
+    inner = Tokenizer(models.BPE(vocab=byte_vocabulary(), merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens(["[PAD]", "[BOS]", "[EOS]"])
+    names = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
+    special = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258, "vocab_size": 259}
+    build_seq2seq(parts=special, **special).save_pretrained(folder)
+    return folder
+
+
+def texts() -> list[dict[str, str]]:
+    """Returns records of texts, all different."""
+    random = Random(0)
+    lengths = ((300, 20), (3, 200), (40, 41), (1, 1), (150, 2), (700, 90), (12, 5))
+    pairs = [["".join(random.choices(ascii_lowercase, k=length)) for length in pair] for pair in lengths]
+    return [dict(zip(("source", "target"), pair, strict=True)) for pair in pairs]

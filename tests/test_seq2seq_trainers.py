@@ -15,9 +15,19 @@ from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.pairs import TARGETS, rows_of_pairs
 from tests.marks import slow_unless
 from tests.seq2seq_cases import START, build_seq2seq
-from tests.seq2seq_trainer_cases import LENGTHS, ONE_STEP, best_logits, likelihood, make, mean_row, mean_token, records, train
-from tests.seq2seq_training_cases import records as texts
-from tests.seq2seq_training_cases import save_checkpoint
+from tests.seq2seq_trainer_cases import (
+    LENGTHS,
+    ONE_STEP,
+    best_logits,
+    likelihood,
+    make,
+    mean_row,
+    mean_token,
+    records,
+    save_checkpoint,
+    texts,
+    train,
+)
 from tests.test_trainers import as_rank_alone, assert_equal
 from tests.trainer_cases import PROFILE
 from tests.workers import Workers

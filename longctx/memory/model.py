@@ -14,7 +14,7 @@ from longctx.config import Config
 from longctx.memory.block import BlockMemory
 from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.memory.loads import Load
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import Adapters, LayerSpec, ModelSpec
 from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
 from longctx.training.optimizer import state_bytes
@@ -126,8 +126,9 @@ class Weights:
 
 def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
     """Returns a block with the mean number of parameters of encoder and decoder, which may differ much."""
-    names = [f"{kind}_parameters" for kind in ("matrix", "other", "adapter")]
-    return replace(layers[-1], **{name: sum(getattr(layer, name) for layer in layers) // len(layers) for name in names})
+    rows = [(layer.matrix_parameters, layer.other_parameters, *layer.adapters) for layer in layers]
+    matrices, others, *adapters = (sum(column) // len(rows) for column in zip(*rows, strict=True))
+    return replace(layers[-1], matrix_parameters=matrices, other_parameters=others, adapters=Adapters(*adapters))
 
 
 class RankMemory:

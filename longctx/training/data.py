@@ -1,4 +1,4 @@
-"""Data of a run: its stores, opened once, the length of its documents, masks, planner, loader and first steps."""
+"""Data of a run: its stores, opened once, the length of its documents, planner, loader and first steps."""
 
 import math
 from bisect import bisect_left
