@@ -371,8 +371,6 @@ def test_variables_on_the_command_line(
     for setting in ("enable_thinking", "a b=1", "=1"):
         assert main([*command, "--template-set", setting]) == 2
         assert "must be NAME=VALUE, such as enable_thinking=false" in capsys.readouterr().err
-    assert main([*command, "--template-variables", "{}"]) == 2
-    assert "give --template-set NAME=VALUE" in capsys.readouterr().err
 
 
 def test_flags_that_are_off_are_named_like_those_that_are_on(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -227,16 +227,6 @@ def test_wrong_format_is_refused(copy: Path, tmp_path: Path) -> None:
         Store.open(tmp_path / "nowhere")
 
 
-def test_wrong_tokenizer_for_the_store_is_refused(store: Store, tmp_path: Path) -> None:
-    assert Store.open(store.path, tokenizer=store.path / "tokenizer.json").fingerprint == store.fingerprint
-    Tokenizer.train(["some text"], 260).save(tmp_path / "tokenizer.json")
-    with pytest.raises(StoreError, match=r"was made with another tokenizer than .*tokenizer\.json"):
-        Store.open(store.path, tokenizer=tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer.json").write_text("no", "utf-8")
-    with pytest.raises(TokenizerError, match=r"not a tokenizer\.json"):
-        Store.open(store.path, tokenizer=tmp_path / "tokenizer.json")
-
-
 def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as TokenizerJson
     from tokenizers import models, pre_tokenizers

@@ -7,11 +7,8 @@ import pytest
 import transformers
 
 from longctx.data.corpus import open_corpus
-from longctx.data.manifest import VERSION
 from longctx.data.prepare import prepare
-from longctx.data.request import digest
 from longctx.data.store import Store
-from longctx.data.tokenizer import Tokenizer
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.huggingface import TransformersSource
 from longctx.training.saved.model_folder import keep_model_files
@@ -47,31 +44,6 @@ def test_what_became_chatml_is_exported_with_its_template(tmp_path: Path, how: s
     question = tokenizer.apply_chat_template(MULTI["messages"][:-1], add_generation_prompt=True, return_dict=False)
     assert question == tokens[: len(question)] and tokenizer.decode(question).endswith("<|im_start|>assistant\n")
     assert store.manifest.template.startswith("ChatML") and "differently" not in store.manifest.template
-
-
-def test_only_stores_whose_targets_changed_are_other_ones(tmp_path: Path) -> None:
-    """Since the end of documents is trained on where no single token ends a turn."""
-    talk, text = write_jsonl(tmp_path / "talk.jsonl", [MULTI]), write_jsonl(tmp_path / "text.jsonl", [{"text": "Text."}])
-    FAMILIES["SmolLM2"].save(tmp_path / "chatml")
-    single = str(tmp_path / "chatml" / "tokenizer.json")
-    for number, (source, tokenizer, train_on, changed) in enumerate(
-        [
-            (talk, "bytes", "assistant", True),
-            (talk, "bytes", "last", True),
-            (talk, "bytes", "all", False),
-            (talk, single, "assistant", False),
-            (text, "bytes", "assistant", False),
-        ]
-    ):
-        given = {"tokenizer": tokenizer, "train_on": train_on}
-        corpus, used = open_corpus(str(source)), Tokenizer.bytes() if tokenizer == "bytes" else Tokenizer.load(Path(single))
-        store = prepare(corpus, tmp_path / str(number), **given).manifest
-        before = {"version": VERSION, "source": corpus.fingerprint(), "tokenizer": [used.fingerprint, used.end_of_document]}
-        before |= {} if train_on == "assistant" else {"train_on": train_on}
-        assert (store.request != digest(before)) == changed
-        content = {**before, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document}
-        assert (store.fingerprint != digest(content)) == changed
-        assert not prepare(corpus, tmp_path / str(number), **given).made
 
 
 def test_a_tokenizer_whose_chatml_transformers_cannot_write_is_named(tmp_path: Path) -> None:

@@ -127,16 +127,15 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(
 
 
 def test_weights_of_which_only_some_are_tied_are_refused(tmp_path: Path) -> None:
-    """Transformers would untie the head of an encoder, and still tie its bias."""
-    model = transformers.BertForMaskedLM(
-        transformers.BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    )
+    """Transformers would untie the head of such a decoder, and still tie its bias."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, is_decoder=True))
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(PretrainedError, match=r"has other values for only some \(cls\.predictions\.decoder\.weight\)"):
-        pretrained.__wrapped__(str(tmp_path), (), "auto", False, True)
+        pretrained.__wrapped__(str(tmp_path), (), "auto", False)
 
 
 OPTIONS = {

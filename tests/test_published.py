@@ -12,4 +12,4 @@ def test_the_page_has_every_figure_as_it_is_predicted() -> None:
     }
     speeds = [row for row in published if row.who in ("TRL", "torchtitan", "Megatron-LM") and row.unit[0] in "st" and row.ratio]
     speeds += [row for row in published if row.who == "Megatron-LM"]
-    assert len(speeds) == 6 and all(0.88 <= row.ratio <= 1.12 for row in speeds if row.ratio), "the page says within 12 %"
+    assert len(speeds) == 6 and all(0.86 <= row.ratio <= 1.14 for row in speeds if row.ratio), "the page says within 14 %"

@@ -57,12 +57,6 @@ def test_adapters_are_on_the_language_model(workers: Workers, tmp_path: Path) ->
         find_targets(twin, ["visual.qkv"])
 
 
-def test_an_encoder_of_images_alone_is_not_trained(workers: Workers, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", "gemma3")
-    with pytest.raises(AssertionError, match=r"train\.freeze leaves only the encoder of images to be trained"):
-        workers.run(pretrained_cases.step, 1, folder, [r"train.freeze=['\.language_model\.']"])
-
-
 def test_a_spec_has_all_parameters(tmp_path: Path) -> None:
     for family in VISION_FAMILIES:
         source = load(None, [f"model.from_pretrained={save_model(tmp_path / family, family)}"]).model_source()
