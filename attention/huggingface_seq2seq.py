@@ -143,12 +143,6 @@ def find_roles(model: Any) -> None:
         )
 
 
-def check_packed_seq2seq(model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> None:
-    """Does the checks of `check_seq2seq` but those of roles and loss, calling `forward`, which computes in `dtype`."""
-    with torch.no_grad(), evaluating(model):
-        check_rows(_Seq2SeqProbe(model, forward, dtype))
-
-
 def check_seq2seq(model: Any) -> None:
     """Raises HuggingFaceError unless only attention mixes tokens, and the loss is the sum over the given labels.
 

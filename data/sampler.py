@@ -130,7 +130,7 @@ class Sampler:
     Attributes:
         pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
         long: number of documents longer than `max_length`.
-        dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch, or tokens by truncation.
+        dropped: number of documents that `drop` leaves out of every epoch.
 
     Raises SamplerError for a long document under `error`, and if no document is left.
     """
@@ -172,7 +172,6 @@ class Sampler:
             )
         documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(documents)
-        self.dropped_tokens = int(lengths[taken].sum() - lengths[documents].sum())
         if not len(documents):
             raise SamplerError(
                 f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop; "
@@ -188,7 +187,6 @@ class Sampler:
         if long_documents == "truncate_left":
             self._start = np.maximum(lengths[documents] - max_length, 0)
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
-        self.dropped_tokens += int((lengths[documents] - (self._stop - self._start)).sum()) if cut else 0
         if has_targets is not None:
             self._keep(has_targets(self._document, self._start, self._stop))
         self.pieces = len(self._document)
