@@ -1,7 +1,8 @@
 """Small faults put into the code one at a time: which test finds each? `tools/mutants.json` is the list.
 
 python -m tools.mutants repeat              # the test that found a fault must find it again; exit status 1 if one does not
-python -m tools.mutants find tests/ -k ..   # arguments of pytest: looks for a test where none is known, or it is gone
+python -m tools.mutants find [tests/ -k ..] # looks for a test where it is "unknown", or "missing" by now: among these, or by
+                                            # default among the cheapest ones that call the function
 
 The list was drawn by chance before the code became a third smaller: one line of a function, with another operator or number, a
 condition reversed or a call left out. It is a contract: what was found is found after a change of code or tests, unless the
@@ -74,19 +75,20 @@ def failing(root: Path, tests: list[str]) -> str:
 def main(command: str, *arguments: str) -> int:
     listed, lost, lock = json.loads(LIST.read_text("utf-8")), [], Lock()
     repeats = command == "repeat"
-    waiting = [fault for fault in listed if ("::" in fault.get("by", "")) == repeats]
+    waiting = [fault for fault in listed if ("::" in fault["by"] if repeats else fault["by"] in ("unknown", "missing"))]
 
     def worker(folder: str) -> None:
         root = Path(shutil.copytree(ROOT, Path(folder, "copy"), symlinks=True, ignore=LEFT_OUT))
         while waiting:
             fault = waiting.pop()
-            found = killed_by(root, fault, [fault["by"]] if repeats else [*arguments])
+            found = killed_by(root, fault, [fault["by"]] if repeats else [*arguments] or fault.get("tests", ["tests"]))
             with lock:
                 if repeats and found in ("survives", "missing", "changed"):
                     lost.append(fault)
                     print(f"{found}: {json.dumps(fault, indent=1)}", flush=True)
-                elif not repeats:
+                if not repeats or found in ("missing", "gone"):
                     fault["by"] = found
+                    fault.pop("tests", None)
                     LIST.write_text(json.dumps(listed, indent=1) + "\n", "utf-8")
 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two, ThreadPoolExecutor(2) as pool:
