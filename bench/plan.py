@@ -44,7 +44,6 @@ STRETCHED = 2 << 20
 """Tokens of the longest document of every step with stretched documents."""
 FEW_LONG = "few_long"
 WINDOWS = (2, 4, 8)
-PLACES = modelled.PLACES | RIVALS
 TITLES = modelled.TITLES | rivals.TITLES
 PLANNERS = (*modelled.PLANNERS, *RIVALS)
 FIGURES = [name for name in COLUMNS if name != "seed"]
@@ -131,7 +130,7 @@ def main() -> None:
     columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES, *SingleDegree.__annotations__]
     table = Table(given.out.with_suffix(".csv"), columns, about, overwrite=True)
     # A small step first, so that imports and first calls do not count as planning time.
-    modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile, PLANNERS, PLACES)
+    modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile, PLANNERS, RIVALS)
     results: list[Result] = []
     for number, setting in enumerate(wanted, 1):
         print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
@@ -155,7 +154,7 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> Result:
     steps = draw_steps(setting, seeds)
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=longest)
-        planned = modelled.compare_case(case, profile, PLANNERS if speedups else ("auto", "static"), PLACES)[0]
+        planned = modelled.compare_case(case, profile, PLANNERS if speedups else ("auto", "static"), RIVALS)[0]
         began_s = time.process_time()
         make_plan(lengths, ranks=setting.ranks, tokens_per_rank=TOKENS_PER_RANK, profile=profile)
         auto_ms = 1e3 * (time.process_time() - began_s)

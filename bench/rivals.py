@@ -1,4 +1,6 @@
-"""Schedulers of other systems, to compare with: RIVALS. Modelled by our cost model, in our ring attention.
+"""Schedulers of other systems, and a plain one, to compare with: RIVALS. Modelled by our cost model, in our ring attention.
+
+Plain static: one power-of-two degree for all documents of a step, the best one, packed best-fit by tokens without a cost model.
 
 Megatron main. The scheduler of Megatron-LM's hybrid context parallelism, unchanged from the wheel `megatron-core` (extra
 `bench`). Theirs: `BalancedCPScheduler` (0.16: `megatron/core/pipeline_parallel/hybrid_cp_schedule.py`) forms groups of
@@ -28,19 +30,22 @@ import heapq
 import importlib
 import itertools
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from longctx.comparison.baselines import Place, RankGroup, fastest, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.comparison.baselines import Place, RankGroup, powers_of_two, stand_in_rows
 from longctx.errors import install
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.model import alone_ns
+from longctx.planning.cost.model import alone_ns, score
+from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.shared_rings import Choice, place_within
+from longctx.planning.planners.static import best_fit
 
 NUMBERS_TRIED = 4
 """Number of feasible numbers of micro-batches that are tried."""
@@ -61,6 +66,43 @@ class LoadedGroup(RankGroup):
         self.documents.append(document)
         self.time += time
         self.tokens += tokens
+
+
+def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
+    """Assigns every document at the best power-of-two degree. Raises PlanError if the largest does not hold every document."""
+    plans: list[Assignment] = []
+    degrees = powers_of_two(ranks)
+    for degree, tokens in zip(degrees, shards_by_degree("Plain static", lengths, degrees, tokens_per_rank).T, strict=True):
+        if int(tokens.max()) > tokens_per_rank:
+            continue
+        pack = best_fit(tokens, tokens_per_rank)
+        packed = [RankGroup(degree, np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
+        groups = ranks // degree
+        rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
+        plans.append(stand_in_rows(rows, lengths))
+    return fastest(profile, lengths, plans, ranks)
+
+
+def fastest(profile: HardwareProfile, lengths: Integers, plans: Sequence[Assignment], ranks: int) -> Assignment:
+    """Returns the assignment with the smallest predicted makespan, the first of equals."""
+    return min(
+        plans, key=lambda plan: choose_rounds(profile, lengths, plan, score(profile, lengths, plan, ranks))[1].makespan_ns
+    )
+
+
+def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:
+    """Returns the tokens of each document on the fullest rank at each degree, [documents, degrees].
+
+    Raises PlanError, naming the system, if the largest degree does not hold a document.
+    """
+    shards = largest_shards(*np.broadcast_arrays(lengths[:, None], np.array(degrees)))
+    unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
+    if len(unfit):
+        raise PlanError(
+            f"{system} cannot hold document {unfit[0]} of {lengths[unfit[0]]} tokens: its largest degree here is "
+            f"{degrees[-1]}, which holds {degrees[-1] * tokens_per_rank} at {tokens_per_rank} tokens per rank"
+        )
+    return shards
 
 
 def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
@@ -313,8 +355,10 @@ def load_scheduler() -> Any:
 
 
 RIVALS: dict[str, Place] = {
+    "plain-static": place_plain_static,
     "megatron-main": place_megatron_main,
     "megatron-dev": place_megatron_dev,
     "flexsp": place_flexsp,
 }
-TITLES = {"megatron-main": "Megatron main", "megatron-dev": "Megatron dev", "flexsp": "FlexSP-like"}
+TITLES = {"plain-static": "plain static", "megatron-main": "Megatron main", "megatron-dev": "Megatron dev"}
+TITLES["flexsp"] = "FlexSP-like"

@@ -15,18 +15,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
-from longctx.comparison.steps import Group
+from longctx.data.trees import merge_prefixes
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import Tree
 from longctx.plots.charts import INK, QUIET, STYLE
 
-GROUP, RANKS = Group(24, (5, 9, 15)), 3
+PROMPT, COMPLETIONS, RANKS = 24, (5, 9, 15), 3
 COLOURS = ("#3b96de", "#f5b32c", "#a22162")
 """Colour of every rank."""
 
 
 def main() -> None:
-    (tree,) = GROUP.trees(most_tokens=100)
+    tree = drawn()
     ranks = ranks_of(tree)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.4), dpi=160, facecolor="white")
@@ -40,9 +40,15 @@ def main() -> None:
 
 def pictured() -> str:
     """Returns what the picture shows as JSON: nodes, the rank of every token, and the tokens that each sees."""
-    (tree,) = GROUP.trees(most_tokens=100)
+    tree = drawn()
     ranks = "".join(map(str, ranks_of(tree)))
     return json.dumps({"lengths": tree.lengths, "ranks": ranks, "seen": seen(tree).sum(axis=1).tolist()})
+
+
+def drawn() -> Tree:
+    """Returns the tree."""
+    sequences = [[0] * PROMPT + [1 + number] * tokens for number, tokens in enumerate(COMPLETIONS)]
+    return merge_prefixes(sequences, most_tokens=100).trees[0]
 
 
 def ranks_of(tree: Tree) -> list[int]:

@@ -1,20 +1,21 @@
 """Prefix trees beside the same sequences one by one: CPU time of a model, and predicted steps of three sets of groups.
 
-    python bench/trees.py               # about 5 minutes on one core
+    python bench/trees.py                                       # about 5 minutes on one core
+    python bench/trees.py --groups groups.jsonl --ranks 64      # only predicts, for a file of groups
 
 Measured: forward and backward of a Llama of two layers from transformers over one group, packed as trees and as sequences, in
 turn in one process with one thread; the least CPU time of several rounds, which other processes on the machine change little.
-Losses and gradients are compared. Predicted: `longctx compare --groups` for the files of groups in examples/, which this script
-draws. Writes results/trees.csv.
+Losses and gradients are compared. Predicted: means of three steps of about four full micro-batches before merging, for the
+files of groups in examples/, which this script draws. Writes results/trees.csv.
 """
 
-import contextlib
-import io
 import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,19 @@ from torch.nn import functional as F
 from harness import Table, command, facts, options
 from longctx import HardwareProfile, make_plan, pack_documents
 from longctx.attention.huggingface import model_inputs, prepare
-from longctx.cli import main as longctx
+from longctx.comparison.baselines import fixed_degree, plan_fixed_static
 from longctx.data.packing import MicroBatch
-from longctx.data.trees import merge_prefixes, pack_merged
+from longctx.data.sampler import Sampler
+from longctx.data.trees import Merged, merge_prefixes, pack_merged
+from longctx.planning.layout import longest_document
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MEASURED = {"2,048 + 8 × 256": (2048, [256] * 8), "512 + 8 × 512": (512, [512] * 8)}
 SETS = {"long_prompts": (64, 8, (8192, 98304), (200, 2000)), "pairs": (512, 2, (500, 8000), (100, 1000))}
 SETS["reasoning"] = (128, 8, (200, 4000), (500, 16384))
 """Name → groups, completions of each, and least and most tokens of prompts and of completions, drawn log-uniformly."""
-RANKS = 64
+RANKS, TOKENS_PER_RANK, STEPS, MICRO_BATCHES = 64, 16384, 3, 4
+PROFILE = "h100-nvlink-ib"
 VOCABULARY = 4096
 COLUMNS = [
     "table",
@@ -53,7 +57,12 @@ COLUMNS = [
 def main() -> None:
     parser = options(__doc__, "trees.csv")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--groups", type=Path, metavar="FILE", help='lines of {"prompt": 2048, "completions": [256, 300]}')
+    parser.add_argument("--ranks", type=int, default=RANKS, help="ranks of the domain, with --groups")
     arguments = parser.parse_args()
+    if arguments.groups:
+        print(*(f"{name} {value}" for name, value in predicted(arguments.groups, arguments.ranks).items()), sep="\n")
+        return
     torch.set_num_threads(1)
     known = facts("torch", "transformers", "longctx") | {"rounds": str(arguments.rounds), "command": command(arguments.out)}
     table = Table(arguments.out, COLUMNS, known, overwrite=True)
@@ -85,20 +94,38 @@ def in_words(name: str) -> str:
     return f"prompts of {a:,} to {b:,} tokens, {count} completions of {c:,} to {d:,}"
 
 
-def predicted(path: Path) -> dict[str, Any]:
-    """Returns the means of three steps of a file of groups."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        assert longctx(["compare", "--groups", str(path), "--ranks", str(RANKS), "--json"]) == 0
-    rows = {row["planner"]: row for row in json.loads(output.getvalue())["means"]}
-    return {
-        "tokens": rows["auto"]["tokens"],
-        "merged_tokens": rows["trees"]["tokens"],
-        "sequences_s": rows["auto"]["makespan_s"],
-        "trees_s": rows["trees"]["makespan_s"],
-        "fixed_static_s": rows["fixed-static"]["makespan_s"],
-        "fixed_degree": rows["fixed-static"]["winner"].removeprefix("static:"),
-    }
+def predicted(path: Path, ranks: int = RANKS) -> dict[str, Any]:
+    """Returns the means of three steps of a file of groups, whose completions differ from their first tokens on."""
+    records = map(json.loads, filter(None, path.read_text("utf-8").splitlines()))
+    groups = [(record["prompt"], record["completions"]) for record in records]
+    lengths = [[prompt + tokens for tokens in completions] for prompt, completions in groups]
+    of_all = sum(map(sum, lengths))
+    count = max(1, min(len(groups), MICRO_BATCHES * ranks * TOKENS_PER_RANK * len(groups) // of_all))
+    degree = fixed_degree(max(map(max, lengths)), ranks, TOKENS_PER_RANK)
+    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": HardwareProfile.load(PROFILE)}
+    sampler = Sampler(np.ones(len(groups), np.int64), global_tokens=count, seed=0, max_length=1)
+    steps = []
+    for step in range(STEPS):
+        drawn = [piece.document for piece in sampler.step(step * count)[0]]
+        alone = [length for group in drawn for length in lengths[group]]
+        sizes: list[int] = []
+        trees = {}
+        for merged in (merge(*groups[group], ranks) for group in drawn):
+            trees |= {len(sizes) + place: tree for place, tree in merged.trees.items()}
+            sizes += merged.lengths
+        plans = make_plan(alone, **request), make_plan(sizes, **request, trees=trees)
+        fixed = plan_fixed_static(alone, **request, degree=degree)
+        steps.append((sum(alone), sum(sizes), *(plan.makespan_s for plan in (*plans, fixed))))
+    tokens, merged_tokens, *seconds = map(fmean, zip(*steps, strict=True))
+    names = ("sequences_s", "trees_s", "fixed_static_s")
+    known = {"tokens": round(tokens), "merged_tokens": round(merged_tokens), **dict(zip(names, seconds, strict=True))}
+    return known | {"fixed_degree": str(degree)}
+
+
+def merge(prompt: int, completions: Sequence[int], ranks: int) -> Merged:
+    """Returns the trees of a group."""
+    sequences = [np.repeat([0, 1 + number], [prompt, tokens]) for number, tokens in enumerate(completions)]
+    return merge_prefixes(sequences, most_tokens=longest_document(ranks, TOKENS_PER_RANK), tokens_per_rank=TOKENS_PER_RANK)
 
 
 def measured(prompt: int, completions: list[int], rounds: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from longctx.comparison.baselines import fixed_degree, plan_fixed_static, plan_placed
 from longctx.comparison.mixes import load_mix
-from longctx.comparison.modelled import PLACES as STATIC
 from longctx.planning.check import check_plan
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
@@ -20,12 +19,11 @@ from rivals import RIVALS, MissingWheel, _even_cuts
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
-PLACES = STATIC | RIVALS
-OURS_TO_READ = [name for name in PLACES if name != "megatron-main"]
+OURS_TO_READ = [name for name in RIVALS if name != "megatron-main"]
 
 
 def plan_baseline(name: str, lengths: list[int], **request: Any) -> Plan:
-    return plan_placed(name, PLACES[name], lengths, **request)
+    return plan_placed(name, RIVALS[name], lengths, **request)
 
 
 def is_power_of_two(n: int) -> bool:
@@ -69,7 +67,7 @@ def test_without_the_wheel_the_error_has_the_command_to_install_it(monkeypatch: 
         plan_baseline("megatron-main", [100], ranks=2, tokens_per_rank=4096, profile=H100)
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", RIVALS)
 def test_documents_that_fit_no_degree_are_named(name: str) -> None:
     with pytest.raises(PlanError, match="document 1 has 99999 tokens, but 4 ranks of 8192"):
         plan_baseline(name, [5, 99999], ranks=4, tokens_per_rank=8192, profile=H100)

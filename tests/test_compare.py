@@ -18,7 +18,6 @@ from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import (
     COLUMNS,
     PLANNERS,
-    TREES,
     Case,
     PlannerRow,
     compare_case,
@@ -26,15 +25,15 @@ from longctx.comparison.modelled import (
     most_speedup,
     over_fixed_without_barriers,
 )
-from longctx.comparison.steps import Group, LengthSource, file_source, fit, group_source, make_cases, mix_source
+from longctx.comparison.steps import LengthSource, file_source, fit, make_cases, mix_source
 from longctx.comparison.table import missing
 from longctx.config import load
 from longctx.data.sampler import Sampler
-from longctx.data.trees import merge_prefixes
 from longctx.planning.cost.bounds import tight_bound_s
 from longctx.planning.hardware_profile import HardwareProfile, shipped_profiles
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
+from rivals import place_plain_static
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))
@@ -118,7 +117,11 @@ def test_the_best_static_degree_is_sought_among_all() -> None:
 
 
 def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
-    rows = {row.planner: row for row in compare_case(Case((6 * 4096,), 6, 4096), H100, ("auto", "static", "plain-static"))[0]}
+    planners = ("auto", "static", "plain-static")
+    rows = {
+        row.planner: row
+        for row in compare_case(Case((6 * 4096,), 6, 4096), H100, planners, {"plain-static": place_plain_static})[0]
+    }
     assert "largest degree here is 4" in rows["plain-static"].note and rows["plain-static"].speedup_over_best_static is None
     assert rows["static"].winner == "static:6" and rows["auto"].speedup_over_best_static is not None
     assert rows["auto"].speedup_over_fixed is None, "fixed static was not asked for"
@@ -126,12 +129,12 @@ def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
 
 
 def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, PlannerRow]) -> None:
-    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "bins", "plain-static") for ranks in (8, 1024)]
+    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "bins", "static") for ranks in (8, 1024)]
     assert missing([replace(row, note="") for row in everywhere]) == []
     noted = [replace(row, note="no table" if row.planner == "bins" else "") for row in everywhere]
     assert missing(noted) == ["bins: no table"]
     noted[-1] = replace(noted[-1], note="too long")
-    assert missing(noted) == ["bins: no table", "plain static, 1,024 ranks: too long"]
+    assert missing(noted) == ["bins: no table", "best static, 1,024 ranks: too long"]
 
 
 def test_means_are_means(rows: dict[str, PlannerRow]) -> None:
@@ -230,7 +233,7 @@ def test_the_table_names_every_planner(capsys: pytest.CaptureFixture[str]) -> No
     assert "1 step of documents drawn from the length mix wlb_128k, seed 0" in " ".join(out.split())
     fixed = out.index("speedup over fixed static (one degree for all steps), by ranks")
     assert fixed < out.index("speedup over the best static degree of every step, by ranks")
-    titles = ("auto", "bins", "fixed static (", "best static", "plain static", "bound for any plan")
+    titles = ("auto", "bins", "fixed static (", "best static", "bound for any plan")
     assert all(title in out for title in titles)
     assert "8 ranks: 24 documents" in out
     assert "remote tokens" in out
@@ -271,112 +274,6 @@ def test_the_page_has_the_figures_of_the_plans(tmp_path: Path, capsys: pytest.Ca
     assert "Ranks over time in one step, under fixed static and under auto" in text
 
 
-@pytest.mark.parametrize("most", [1000, 200, 110, 95, 70])
-def test_trees_from_lengths_are_those_of_merged_sequences(most: int) -> None:
-    """Completions whose first tokens differ, in the order of merging; 95 tokens hold any two but one sequence of 90."""
-    prompt, completions = 60, [30, 7, 1, 25, 30]
-    sequences = [[0] * prompt + [1 + number] * tokens for number, tokens in enumerate(completions)]
-    merged = merge_prefixes(sequences, most_tokens=most)
-    trees = Group(prompt, tuple(completions)).trees(most)
-    assert [tree.length for tree in trees] == merged.lengths
-    assert {i: tree for i, tree in enumerate(trees) if len(tree.lengths) > 1} == merged.trees
-    assert [tree.length for tree in Group(1, tuple(completions)).trees(most)] == [1 + tokens for tokens in completions]
-
-
-@pytest.mark.parametrize(("tokens_per_rank", "parts"), [(None, 1), (2000, 1), (500, 3)])
-def test_trees_of_large_groups_are_as_large_as_in_training(tokens_per_rank: int | None, parts: int) -> None:
-    """A tree that ranks must share has at most 8 times the tokens of its sequences on average: 10 of these 30."""
-    group = Group(20, (50,) * 30)
-    sequences = [[0] * 20 + [1 + number] * 50 for number in range(30)]
-    merged = merge_prefixes(sequences, most_tokens=10_000, tokens_per_rank=tokens_per_rank)
-    assert len(merged.lengths) == parts
-    assert [tree.length for tree in group.trees(10_000, tokens_per_rank)] == merged.lengths
-
-
-def of_groups(count: int = 20, per_step: int | None = None, tokens: int = 1 << 14, steps: int = 3) -> LengthSource:
-    groups = [Group(1000 + number, (200, 10 * (1 + number))) for number in range(count)]
-    return group_source(groups, "a file", per_step, 16384, lambda ranks: ranks * tokens, seed=1, steps=steps)
-
-
-@pytest.mark.parametrize(("per_step", "count"), [(6, 6), (20, 20), (None, 14)])
-def test_steps_have_whole_groups_and_no_group_twice_before_all_had_their_turn(per_step: int | None, count: int) -> None:
-    """16,384 tokens per rank are 14 groups of 2,324 tokens on average on two ranks."""
-    cases, words = make_cases(of_groups(per_step=per_step), [2], 8192, H100, "error", all_must_fit=True)
-    assert words == [] and {case.longest for case in cases} == {1219}
-    for case in cases:
-        assert len(case.lengths) == 2 * count
-        of_step = [
-            (first - 200 - 1000, last - first + 200) for first, last in zip(case.lengths[::2], case.lengths[1::2], strict=True)
-        ]
-        assert all(completion == 10 * (1 + number) for number, completion in of_step)
-        merged = [tree for number, completion in of_step for tree in Group(1000 + number, (200, completion)).trees(9999)]
-        assert case.trees == tuple(merged) and len(merged) == count
-        assert sum(tree.length for tree in merged) == sum(case.lengths) - sum(999 + number for number, _ in of_step)
-    drawn = [first for case in cases for first in case.lengths[::2]]
-    assert len(set(drawn[:20])) == min(20, len(drawn))
-
-
-def test_a_tree_over_the_budget_of_all_ranks_is_cut_between_sequences() -> None:
-    source = group_source([Group(3000, (500,) * 8)], "a file", None, 16384, lambda ranks: 1, seed=0, steps=1)
-    (case,), _ = make_cases(source, [2], 2500, H100, "error", all_must_fit=True)
-    assert [tree.length for tree in case.trees] == [2999 + 3 * 501, 2999 + 3 * 501, 2999 + 2 * 501]
-
-
-def test_groups_are_planned_merged_beside_all_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, page = tmp_path / "groups.jsonl", tmp_path / "page.html"
-    path.write_text('{"prompt": 30000, "completions": [300, 500, 400, 300]}\n\n{"prompt": 20, "completions": [90], "id": 7}\n')
-    assert compare("--groups", str(path), "--ranks", "4,8", "--steps", "1", "--json", "--html", str(page)) == 0
-    rows = {row["planner"]: row for row in json.loads(capsys.readouterr().out)["rows"] if row["ranks"] == 8}
-    assert tuple(rows) == (TREES, *PLANNERS)
-    trees = dict(enumerate([*Group(30_000, (300, 500, 400, 300)).trees(99_999), *Group(20, (90,)).trees(99_999)]))
-    for planner, step in {TREES: [29_999 + 1504, 110], "auto": [30_300, 30_500, 30_400, 30_300, 110]}.items():
-        lengths = sorted(step)
-        assert (rows[planner]["documents"], rows[planner]["tokens"]) == (len(lengths), sum(lengths))
-        assert rows[planner]["longest"] == lengths[-1]
-    merged = [
-        make_plan([t.length for t in order.values()], ranks=8, tokens_per_rank=16384, profile=H100, trees=order)
-        for order in (trees, {0: trees[1], 1: trees[0]})
-    ]
-    assert rows[TREES]["makespan_s"] in [plan.makespan_s for plan in merged]
-    assert rows[TREES]["tight_bound_s"] in [tight_bound_s(plan) for plan in merged]
-    assert rows[TREES]["speedup_over_fixed"] == rows["fixed-static"]["makespan_s"] / rows[TREES]["makespan_s"] > 2.5
-    words = "5 documents, 121,610 tokens, longest document 30,500; merged 2, 31,613 tokens, 3.85 times fewer"
-    assert words in text_of(page) and "auto on trees over fixed static" in text_of(page)
-    assert compare("--groups", str(path), "--ranks", "4", "--documents", "2") == 0
-    assert words in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("text", "more", "message"),
-    [
-        (
-            '{"prompt": 5, "completions": [3]}\n\n{"prompt": 5, "completions": [3, 0]}',
-            [],
-            "line 3: '0' is not right: write the",
-        ),
-        ('{"prompt": true, "completions": [3]}', [], "line 1: 'True' is not right"),
-        ('{"prompt": 5, "completions": []}', [], 'line 1: \'{"prompt": 5, "completions": []}\' is not right'),
-        ('{"prompt": 5, "completions": "ab"}', [], 'whole numbers from 1 to 10¹⁸, as in {"prompt": 2048, "completions": [256,'),
-        ("[" * 100_000, [], "line 1: '[[[["),
-        (" \n", [], "has no groups: write one per line"),
-        ('{"prompt": 5, "completions": [3]}', ["--documents", "2"], "--documents is 2: must be in 1..1, the number of groups"),
-        ('{"prompt": 5, "completions": [3]}', ["--documents", "0"], "--documents is 0"),
-        ('{"prompt": 5, "completions": [3]}', ["--global-tokens", "9"], "but the lengths come from a group file: omit it"),
-        ('{"prompt": 5, "completions": [3]}', ["--long-documents", "drop"], "--long-documents needs a mix or file or store"),
-        ('{"prompt": 99999, "completions": [3]}', ["--ranks", "4"], "document 0 has 100002 tokens, but 4 ranks"),
-    ],
-)
-def test_bad_groups_are_named(
-    tmp_path: Path, text: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "groups.jsonl"
-    path.write_text(text)
-    assert compare("--groups", str(path), *more) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -403,7 +300,7 @@ def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pyte
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("5\n", ["--documents", "1"], "--documents needs a mix or group file, but the lengths come from a file"),
+        ("5\n", ["--documents", "1"], "--documents needs a mix, but the lengths come from a file"),
         ("5\n", ["--steps", "0"], "--steps is 0"),
         ("5\n999999\n", ["--ranks", "4"], "document 1 has 999999 tokens, but 4 ranks of 16384 tokens hold at most 65536"),
         ("99999999\n", [], "raise tokens_per_rank to 97658, use 6104 ranks, or split the document"),

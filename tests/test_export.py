@@ -18,7 +18,7 @@ from longctx.commands.export import parse_size
 from longctx.config import Config
 from longctx.data.tokenizer import Tokenizer
 from longctx.model.checkpoint_files import INDEX, CheckpointFiles
-from longctx.model.checkpoint_writer import CheckpointWriter, Planned
+from longctx.model.checkpoint_writer import CheckpointWriter
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
 from longctx.report import how_to_export
@@ -214,8 +214,8 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     (tmp_path / "ours").mkdir()
-    planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    writer = CheckpointWriter(tmp_path / "ours", planned, 10**6)
+    without_values = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    writer = CheckpointWriter(tmp_path / "ours", without_values, 10**6)
     for name in reversed(tensors):
         writer.write({name: tensors[name]})
     writer.close()
@@ -224,14 +224,14 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_files_are_not_larger_than_requested(tmp_path: Path) -> None:
-    planned = [Planned(f"t{n}", (size,), torch.float32) for n, size in enumerate((10, 10, 30, 5, 4))]
+    planned = {f"t{n}": torch.empty(size, device="meta") for n, size in enumerate((10, 10, 30, 5, 4))}
     writer = CheckpointWriter(tmp_path, planned, max_shard_bytes=80)
-    writer.write({tensor.name: torch.full(tensor.shape, float(n)) for n, tensor in enumerate(planned)})
+    writer.write({name: torch.full(tensor.shape, float(name[1])) for name, tensor in planned.items()})
     writer.close()
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * 59
-    files = [index["weight_map"][tensor.name] for tensor in planned]
-    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (1, 1, 2, 3, 3)]
+    files = [index["weight_map"][name] for name in planned]
+    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (2, 2, 1, 3, 3)], "one above the limit has a file of its own"
     assert all((tensor == int(name[1])).all() for name, tensor in contents_of(tmp_path).items())
 
 

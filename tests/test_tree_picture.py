@@ -21,7 +21,7 @@ def test_the_picture_is_that_of_the_code() -> None:
 
 
 def test_tokens_see_what_attention_lets_them_see() -> None:
-    (tree,) = tree_picture.GROUP.trees(most_tokens=100)
+    tree = tree_picture.drawn()
     mask = np.zeros((tree.length, tree.length), np.int64)
     for area in Mask().tree_areas(0, tree):
         queries, keys = np.indices((area.q_stop - area.q_start, area.k_stop - area.k_start))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import longctx
-from longctx.commands.lengths import KINDS, add_source_options, add_step_options, kind_of_source, open_source
+from longctx.commands.lengths import add_source_options, add_step_options, kind_of_source, open_source
 from longctx.commands.output import check_writable, progress_bar, write_csv
 from longctx.model.presets import PRESETS
 from longctx.units import whole_number
@@ -32,22 +32,12 @@ SUMMARY = "Compare dynamic with static degrees on the same documents"
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DEFAULT_STEPS = 3
 DEFAULT_TOKENS_PER_RANK = 16384
-OPTIONS = KINDS | {"documents": ("mix", "group file"), "long_documents": ("mix", "file", "store")}
-"""Option → sources of lengths that it applies to."""
 DETAILED = 64
 """Number of ranks shown in detail; otherwise the nearest one given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sources = add_source_options(parser)
-    sources.add_argument(
-        "--groups",
-        type=Path,
-        metavar="FILE",
-        help="groups of completions of one prompt, also planned with prompts merged: a file with one JSON object per line, "
-        '{"prompt": 2048, "completions": [256, 300]}, in tokens; --documents is the number of groups per step (default: '
-        "about 4 full micro-batches before merging)",
-    )
+    add_source_options(parser)
     default_ranks = ",".join(map(str, DEFAULT_RANKS))
     parser.add_argument(
         "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: those of {default_ranks} that fit)"
@@ -145,11 +135,11 @@ def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["
     """Returns the source of the steps, the steps, and notes on documents that were split or dropped."""
     from longctx.comparison.steps import make_cases
 
-    default = "error" if kind_of_source(arguments) in ("file", "group file") else "split"
+    default = "error" if kind_of_source(arguments) == "file" else "split"
     long_documents = arguments.long_documents or default
     tokens_per_rank = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else arguments.tokens_per_rank
     steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
-    source = open_source(arguments, tokens_per_rank, steps, long_documents, OPTIONS)
+    source = open_source(arguments, tokens_per_rank, steps, long_documents)
     cases, changed = make_cases(
         source,
         arguments.ranks or DEFAULT_RANKS,

@@ -1,8 +1,7 @@
 """Document lengths on the command lines of `plan`, `compare` and `split`: their options, and the source that these name."""
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from longctx.planning.hardware_profile import shipped_profiles
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
-    from longctx.comparison.steps import Group, LengthSource
+    from longctx.comparison.steps import LengthSource
 
 DEFAULT_PROFILE = "h100-nvlink-ib"
 MICRO_BATCHES = 4
@@ -24,9 +23,8 @@ KINDS = {"documents": ("mix",), "global_tokens": ("file", "store")}
 """Option → sources of lengths that it applies to."""
 
 
-# The return type is argparse's own, which it does not export.
-def add_source_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Adds the source of the lengths and the profile; returns the group of sources, of which one is required."""
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the source of the lengths and the profile."""
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
     sources.add_argument(
@@ -35,12 +33,10 @@ def add_source_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExc
         metavar="FILE|STORE",
         help="document lengths: a text file with one length per line, or a store written by `longctx prepare`",
     )
-    parser.set_defaults(groups=None)  # an option of `compare` alone
     profiles = ", ".join(shipped_profiles())
     parser.add_argument(
         "--profile", default=DEFAULT_PROFILE, help=f"hardware profile: a YAML or JSON file, or one of {profiles}"
     )
-    return sources
 
 
 def add_step_options(parser: argparse.ArgumentParser, steps: str = "") -> None:
@@ -63,9 +59,7 @@ def add_step_options(parser: argparse.ArgumentParser, steps: str = "") -> None:
 
 
 def kind_of_source(arguments: argparse.Namespace) -> str:
-    """Returns mix, group file, file or store."""
-    if arguments.groups:
-        return "group file"
+    """Returns mix, file or store."""
     return "mix" if arguments.mix else "store" if arguments.lengths.is_dir() else "file"
 
 
@@ -77,7 +71,7 @@ def open_source(
     kinds: Mapping[str, tuple[str, ...]] = KINDS,
 ) -> "LengthSource":
     """Returns the source of the lengths of `steps` steps. Raises UserError for an option that it does not support."""
-    from longctx.comparison.steps import file_source, group_source, mix_source, store_source
+    from longctx.comparison.steps import file_source, mix_source, store_source
 
     refuse_other_kinds(arguments, kinds)
     if steps < 1:
@@ -90,10 +84,6 @@ def open_source(
         tokens: int | None = arguments.global_tokens
         return MICRO_BATCHES * ranks * tokens_per_rank if tokens is None else tokens
 
-    if kind == "group file":
-        name = str(arguments.groups)
-        groups = read_groups(arguments.groups)
-        return group_source(groups, name, arguments.documents, tokens_per_rank, global_tokens, seed, steps)
     if kind == "file":
         return file_source(read_lengths(arguments.lengths), str(arguments.lengths), global_tokens, seed, steps, long_documents)
     return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
@@ -109,54 +99,21 @@ def refuse_other_kinds(arguments: argparse.Namespace, kinds: Mapping[str, tuple[
 
 def read_lengths(path: Path) -> list[int]:
     """Reads one length per line, skipping empty lines. Raises UserError with the line number, or for a file without lengths."""
-    lengths: list[int] = []
-    for number, text in _lines(path, "one length per line, or a store"):
-        length = whole_number(text)
-        if not length:
-            raise UserError(
-                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ per line"
-            )
-        lengths.append(length)
-    if not lengths:
-        raise UserError(f"{path} has no lengths: write one whole number ≥ 1 per line")
-    return lengths
-
-
-def read_groups(path: Path) -> list["Group"]:
-    """Reads one group per line as JSON, skipping empty lines. Raises UserError with the line number, or for no group."""
-    from longctx.comparison.steps import Group
-
-    form = '{"prompt": 2048, "completions": [256, 300]}'
-    groups: list[Group] = []
-    for number, text in _lines(path, f"one group per line, as in {form}"):
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            record = None
-        match record:
-            case {"prompt": prompt, "completions": [_, *_] as completions}:
-                wrong = [n for n in (prompt, *completions) if type(n) is not int or not 1 <= n <= 10**18]
-                groups.append(Group(prompt, tuple(completions)))
-            case _:
-                wrong = [text]
-        if wrong:
-            raise UserError(
-                f"{path}, line {number}: {str(wrong[0])[:40]!r} is not right: write the tokens of a prompt and of each of its "
-                f"completions, whole numbers from 1 to 10¹⁸, as in {form}"
-            )
-    if not groups:
-        raise UserError(f"{path} has no groups: write one per line, as in {form}")
-    return groups
-
-
-def _lines(path: Path, content: str) -> Iterator[tuple[int, str]]:
-    """Yields number and text of lines that are not empty. Raises UserError unless the file is text; `content` is its rule."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError as error:
-        raise UserError(f"{path} not found: give a file with {content}") from error
+        raise UserError(f"{path} not found: give a file with one length per line, or a store") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text file: give a file with {content}") from error
+        raise UserError(f"{path} is not a text file: give a file with one length per line, or a store") from error
+    lengths: list[int] = []
     for number, line in enumerate(lines, start=1):
-        if text := line.strip():
-            yield number, text
+        text = line.strip()
+        length = whole_number(text) if text else None
+        if text and not length:
+            raise UserError(
+                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ per line"
+            )
+        lengths += [length] if length else []
+    if not lengths:
+        raise UserError(f"{path} has no lengths: write one whole number ≥ 1 per line")
+    return lengths

@@ -124,7 +124,7 @@ def _steps(arguments: argparse.Namespace, budget: int) -> tuple[list[tuple[int, 
     count = few if arguments.steps is None else arguments.steps
     source = open_source(arguments, arguments.tokens_per_rank or DEFAULT_TOKENS_PER_RANK, count, "split")
     longest = min(MOST_TOKENS, longest_document(gpus, budget) or gpus * budget, arguments.max_length or MOST_TOKENS)
-    drawn, remark, _ = source.draw(gpus, longest)
+    drawn, remark = source.draw(gpus, longest)
     words = "; ".join(filter(None, [source.words, remark]))
     return [fit(lengths, longest) for lengths in drawn], source.longest_kept(longest, "split"), words
 

@@ -1,20 +1,19 @@
-"""Static baselines: the degrees that trainers without dynamic degrees have, as checked `Plan`s scored by the same cost model.
+"""Fixed static: the plans of trainers without dynamic degrees, checked and scored as all others.
 
-Fixed static: one degree for all steps, documents packed next-fit in their order. The degree is the smallest power of two that
+One degree for all steps, documents packed next-fit in their order. The degree is the smallest power of two that
 holds the longest document of the data set and divides the ranks, or all ranks if there is none. A group of `degree` ranks holds
 a pack; a pack is closed when the next document does not fit, without sorting. The last packs are then split, document by
 document from the end, until every group has a pack in every micro-batch. This is the packing of `dp_balanced`, the baseline of
 Megatron-LM's dynamic context parallelism benchmark; our own code.
 
-Plain static: one power-of-two degree for all documents of a step, the best one, packed best-fit by tokens without a cost model.
-Stronger than what people run; `make_plan(mode="static")` is stronger still: it tries every degree, balances packs and runs
-packs of similar time together.
+Much stronger is `make_plan(mode="static")`, which tries every degree, balances packs and runs packs of similar time together.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.static import best_fit
 
 Place = Callable[[HardwareProfile, Integers, int, int], Assignment]
 """(profile, lengths, ranks, tokens_per_rank) → assignment. Raises PlanError if the documents cannot be held."""
@@ -67,31 +65,35 @@ def plan_fixed_static(
     Raises PlanError for invalid input, or if the degree does not divide the ranks or does not hold every document.
     """
     check_settings(ranks, tokens_per_rank, "static", degree, None, None)
-    sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    check_fixed_degree(degree, int(sizes.max()), ranks, tokens_per_rank)
+    check_fixed_degree(degree, max(check_lengths(lengths, ranks, tokens_per_rank, profile)), ranks, tokens_per_rank)
     place = partial(place_fixed_static, degree=degree)
-    return _plan("static", f"static:{degree}", place, sizes, ranks, tokens_per_rank, profile)
+    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": tokens_per_rank, "profile": profile}
+    return plan_placed(f"static:{degree}", place, lengths, **request, mode="static")
 
 
 def plan_placed(
-    name: str, place: Place, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile
+    name: str,
+    place: Place,
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    tokens_per_rank: int,
+    profile: HardwareProfile,
+    mode: str = "auto",
 ) -> Plan:
-    """Plans the documents as `place` assigns them. Raises PlanError for invalid input, or if `place` cannot hold them."""
+    """Plans the documents as `place` assigns them, then scores and checks the plan; only placing counts as planning time.
+
+    Raises PlanError for invalid input, or if `place` cannot hold them.
+    """
     check_settings(ranks, tokens_per_rank, "auto", None, None, None)
-    return _plan("auto", name, place, check_lengths(lengths, ranks, tokens_per_rank, profile), ranks, tokens_per_rank, profile)
-
-
-def _plan(
-    mode: str, winner: str, place: Place, sizes: Integers, ranks: int, tokens_per_rank: int, profile: HardwareProfile
-) -> Plan:
-    """Places the documents, then scores and checks the plan; only placing counts as planning time."""
+    sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     began = time.perf_counter()
     assignment = place(profile, sizes, ranks, tokens_per_rank)
     planning_ms = (time.perf_counter() - began) * 1e3
     rounds, timed = choose_rounds(profile, sizes, assignment, score(profile, sizes, assignment, ranks))
     plan = Plan(
         mode=mode,
-        winner=winner,
+        winner=name,
         ranks=ranks,
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
@@ -113,21 +115,6 @@ def place_fixed_static(
     _split_last(packs, groups)
     rows = [[RankGroup(degree, pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
     return stand_in_rows(rows, lengths)
-
-
-def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
-    """Assigns every document at the best power-of-two degree. Raises PlanError if the largest does not hold every document."""
-    plans: list[Assignment] = []
-    degrees = powers_of_two(ranks)
-    for degree, tokens in zip(degrees, shards_by_degree("Plain static", lengths, degrees, tokens_per_rank).T, strict=True):
-        if int(tokens.max()) > tokens_per_rank:
-            continue
-        pack = best_fit(tokens, tokens_per_rank)
-        packed = [RankGroup(degree, np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
-        groups = ranks // degree
-        rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
-        plans.append(stand_in_rows(rows, lengths))
-    return fastest(profile, lengths, plans, ranks)
 
 
 @dataclass(slots=True)
@@ -154,28 +141,6 @@ def stand_in_rows(rows: Sequence[Sequence[RankGroup]], lengths: Integers) -> Ass
     if (micro_batch < 0).any():
         raise PlanError(f"document {int(micro_batch.argmin())} was left out")
     return Assignment(micro_batch, first_rank, degree, np.zeros(len(lengths), dtype=bool))
-
-
-def fastest(profile: HardwareProfile, lengths: Integers, plans: Sequence[Assignment], ranks: int) -> Assignment:
-    """Returns the assignment with the smallest predicted makespan, the first of equals."""
-    return min(
-        plans, key=lambda plan: choose_rounds(profile, lengths, plan, score(profile, lengths, plan, ranks))[1].makespan_ns
-    )
-
-
-def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:
-    """Returns the tokens of each document on the fullest rank at each degree, [documents, degrees].
-
-    Raises PlanError, naming the system, if the largest degree does not hold a document.
-    """
-    shards = largest_shards(*np.broadcast_arrays(lengths[:, None], np.array(degrees)))
-    unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
-    if len(unfit):
-        raise PlanError(
-            f"{system} cannot hold document {unfit[0]} of {lengths[unfit[0]]} tokens: its largest degree here is "
-            f"{degrees[-1]}, which holds {degrees[-1] * tokens_per_rank} at {tokens_per_rank} tokens per rank"
-        )
-    return shards
 
 
 def _holds(degree: int, length: int, tokens_per_rank: int) -> bool:

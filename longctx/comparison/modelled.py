@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from longctx.comparison.baselines import Place, fixed_degree, place_plain_static, plan_fixed_static, plan_placed
+from longctx.comparison.baselines import Place, fixed_degree, plan_fixed_static, plan_placed
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.cost.model import NANOSECONDS
@@ -21,21 +22,15 @@ from longctx.planning.cost.rounds import plan_score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.planning.tree import Tree
 
 TITLES = {
     "auto": "auto",
     "bins": "bins",
     "fixed-static": "fixed static",
     "static": "best static",
-    "plain-static": "plain static",
 }
 PLANNERS = tuple(TITLES)
 """Planners that are compared, in the order of all tables and figures."""
-PLACES: dict[str, Place] = {"plain-static": place_plain_static}
-TREES = "trees"
-"""Planner of groups, before all others: auto with their prompts merged."""
-TITLES[TREES] = "auto on trees"
 SPEEDUPS = {"speedup_over_fixed": "fixed-static", "speedup_over_best_static": "static"}
 """Speedup of a row → planner it is relative to, the headline first."""
 
@@ -50,7 +45,6 @@ class Case:
         seed: seed that the documents were drawn with.
         longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
         fixed_degree: degree of fixed static, if given explicitly.
-        trees: of groups, all documents of the step with common prefixes merged.
     """
 
     lengths: tuple[int, ...]
@@ -59,7 +53,6 @@ class Case:
     seed: int = 0
     longest: int | None = None
     fixed_degree: int | None = None
-    trees: tuple[Tree, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,20 +112,16 @@ def compare_case(
     case: Case,
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
-    places: Mapping[str, Place] = PLACES,
+    places: Mapping[str, Place] = MappingProxyType({}),
 ) -> tuple[list[PlannerRow], dict[str, Plan]]:
-    """Plans one step with the given planners, and groups as trees too; returns their rows, and their plans by planner.
+    """Plans one step with the given planners; returns their rows, and their plans by planner.
 
     If a planner has no plan, the note of its row gives the reason. `places` are the planners that only assign documents.
     Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     plans = {"auto": make_plan(case.lengths, **request)}
-    documents, tight_s = dict.fromkeys(planners, case.lengths), dict.fromkeys(planners, tight_bound_s(plans["auto"]))
-    if case.trees:
-        documents = {TREES: tuple(tree.length for tree in case.trees)} | documents
-        plans[TREES] = make_plan(documents[TREES], **request, trees=dict(enumerate(case.trees)))
-        tight_s[TREES] = tight_bound_s(plans[TREES])
+    tight_s = tight_bound_s(plans["auto"])
     notes: dict[str, str] = {}
     for planner in planners:
         try:
@@ -152,14 +141,14 @@ def compare_case(
             seed=case.seed,
             ranks=case.ranks,
             tokens_per_rank=case.tokens_per_rank,
-            documents=len(lengths),
-            tokens=sum(lengths),
-            longest=max(lengths),
+            documents=len(case.lengths),
+            tokens=sum(case.lengths),
+            longest=max(case.lengths),
             planner=planner,
             note=notes.get(planner, ""),
-            **(_figures(plans[planner], baseline_s, tight_s[planner]) if planner in plans else {}),
+            **(_figures(plans[planner], baseline_s, tight_s) if planner in plans else {}),
         )
-        for planner, lengths in documents.items()
+        for planner in planners
     ]
     return rows, plans
 

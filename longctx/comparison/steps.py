@@ -1,4 +1,4 @@
-"""Steps of a comparison: documents from a length mix, a file, a store or groups, for every number of ranks.
+"""Steps of a comparison: documents from a length mix, a file or a store, for every number of ranks.
 
 Steps from a file are drawn as training draws from a store, because a whole file is no realistic step. Documents longer than all
 ranks can hold are split, dropped or refused by the sampler of training, and reported.
@@ -22,47 +22,13 @@ from longctx.planning.check import check_lengths, check_settings
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
-from longctx.planning.tree import ROOT, Tree, is_too_large
-
-
-class Group(NamedTuple):
-    """Tokens of a prompt and of each of its completions."""
-
-    prompt: int
-    completions: tuple[int, ...]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of its sequences."""
-        return [self.prompt + completion for completion in self.completions]
-
-    def trees(self, most_tokens: int, tokens_per_rank: int | None = None) -> list[Tree]:
-        """Returns the shapes that `merge_prefixes` makes of its sequences if all completions differ from their first tokens on.
-
-        The last token of the prompt is then a row of each.
-        """
-        parts: list[list[int]] = []
-        size, total = 0, 0
-        for completion, alone in zip(self.completions, self.lengths, strict=True):
-            size, total = size + completion + 1, total + alone
-            if not parts or self.prompt == 1 or is_too_large(size, total, len(parts[-1]) + 1, most_tokens, tokens_per_rank):
-                parts.append([])
-                size = total = alone
-            parts[-1].append(completion)
-        return [
-            Tree((self.prompt - 1, *(n + 1 for n in sorted(part))), (ROOT, *[0] * len(part)))
-            if len(part) > 1
-            else Tree((self.prompt + part[0],), (ROOT,))
-            for part in parts
-        ]
 
 
 class Drawn(NamedTuple):
-    """Lengths of every step, a remark or empty text, and of groups the trees of every step."""
+    """Lengths of every step, and a remark or empty text."""
 
     lengths: list[list[int]]
     remark: str = ""
-    trees: Sequence[tuple[Tree, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -141,36 +107,6 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
     return LengthSource(words, draw, int(store.lengths.max()), seed, store.lengths)
 
 
-def group_source(
-    groups: Sequence[Group],
-    name: str,
-    per_step: int | None,
-    tokens_per_rank: int,
-    global_tokens: Callable[[int], int],
-    seed: int,
-    steps: int,
-) -> LengthSource:
-    """Returns steps of `per_step` whole groups, drawn without repeating one before all had their turn.
-
-    None: as many as have about `global_tokens(ranks)` tokens before merging. Raises UserError for a number out of range.
-    """
-    of_data_set = [length for group in groups for length in group.lengths]
-    if per_step is not None and not 1 <= per_step <= len(groups):
-        raise UserError(f"--documents is {per_step}: must be in 1..{len(groups)}, the number of groups in {name}")
-
-    def draw(ranks: int, longest: int) -> Drawn:
-        count = per_step or max(1, min(len(groups), global_tokens(ranks) * len(groups) // sum(of_data_set)))
-        sampler = Sampler(np.ones(len(groups), np.int64), global_tokens=count, seed=seed, max_length=1)
-        drawn = [[groups[piece.document] for piece in sampler.step(step * count)[0]] for step in range(steps)]
-        return Drawn(
-            [[length for group in step for length in group.lengths] for step in drawn],
-            trees=[tuple(tree for group in step for tree in group.trees(longest, tokens_per_rank)) for step in drawn],
-        )
-
-    words = f"{_steps(steps)} of the {len(groups):,} groups of {name}, seed {seed}"
-    return LengthSource(words, draw, max(of_data_set), seed, np.array(of_data_set))
-
-
 def _steps(count: int) -> str:
     return f"{count} step{'s' * (count > 1)}"
 
@@ -232,7 +168,7 @@ def _cases(
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     if long_documents == "error" and source.data_set is not None and int(source.data_set.max()) > longest:
         check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)  # raises, naming the document
-    drawn, remark, trees = source.draw(ranks, longest)
+    drawn, remark = source.draw(ranks, longest)
     fitted = [fit(lengths, longest, long_documents) for lengths in drawn]
     for lengths in fitted:
         check_lengths(lengths, ranks, tokens_per_rank, profile)
@@ -240,8 +176,7 @@ def _cases(
     if fixed_degree is not None:
         check_fixed_degree(fixed_degree, longest_kept, ranks, tokens_per_rank)
     cases = [
-        Case(lengths, ranks, tokens_per_rank, source.seed + i, longest_kept, fixed_degree, merged)
-        for i, (lengths, merged) in enumerate(zip(fitted, trees or [()] * len(fitted), strict=True))
+        Case(lengths, ranks, tokens_per_rank, source.seed + i, longest_kept, fixed_degree) for i, lengths in enumerate(fitted)
     ]
     words = [remark] if remark else []
     data_set = np.concatenate(drawn) if source.data_set is None else source.data_set

@@ -9,7 +9,6 @@ from rich.table import Table
 from longctx.comparison.modelled import (
     SPEEDUPS,
     TITLES,
-    TREES,
     PlannerRow,
     degree_of,
     most_speedup,
@@ -77,7 +76,6 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
         "over fixed, over best: speedup over fixed static and over the best static degree of every step, an oracle; degrees "
         "are in brackets. Fixed static packs documents as they come, all other plans pack them well; another single degree for "
         "all steps: --baseline static:DEGREE",
-        "plain static: the best power-of-two degree of every step, documents packed by tokens alone",
         "gap: time above the lower bound, which assumes a free network; in the last line, the part that no plan can avoid",
         "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by computation), and for "
         "the slowest rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; "
@@ -85,11 +83,6 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
         "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one round; "
         "more rounds need less memory",
     ]
-    if any(row.planner == TREES for row in rows):
-        lines.append(
-            f"{TITLES[TREES]}: what completions share with their prompt is computed once; all other plans, and the bound for "
-            "any plan, compute every sequence alone"
-        )
     if (free := over_fixed_without_barriers(rows)) is not None:
         lines.append(
             f"auto is {times(free)} as fast as fixed static if the groups of fixed static synchronize only at the end of a "
@@ -99,13 +92,8 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
 
 
 def step_words(rows: Sequence[PlannerRow]) -> str:
-    """Returns the size of a step, of groups before and after merging."""
-    of = {row.planner: row for row in rows}
-    step, merged = of["auto"], of.get(TREES)
-    words = f"{step.documents:,} documents, {step.tokens:,} tokens, longest document {step.longest:,}"
-    if merged is None:
-        return words
-    return f"{words}; merged {merged.documents:,}, {merged.tokens:,} tokens, {step.tokens / merged.tokens:.2f} times fewer"
+    """Returns the size of a step."""
+    return f"{rows[0].documents:,} documents, {rows[0].tokens:,} tokens, longest document {rows[0].longest:,}"
 
 
 def missing(rows: Sequence[PlannerRow]) -> list[str]:

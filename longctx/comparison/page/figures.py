@@ -13,12 +13,10 @@ from longctx.plots.colours import by_class, class_name
 from longctx.plots.picture import Panel, draw_panels
 
 LOOKS = {
-    "trees": ("#2e8b57", "D"),
     "auto": ("#1f5c99", "o"),
     "bins": ("#3f8fc5", "s"),
     "fixed-static": ("#3c4650", "|"),
     "static": ("#6c7985", "_"),
-    "plain-static": ("#98a4ae", "x"),
 }
 """Colour and marker of every planner."""
 

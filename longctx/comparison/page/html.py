@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from longctx.comparison.modelled import SPEEDUPS, TITLES, TREES, PlannerRow, degree_of
+from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow, degree_of
 from longctx.comparison.page import figures
 from longctx.comparison.table import LIMIT, captions, memory_table, missing, plans_table, step_words, times
 from longctx.planning.hardware_profile import HardwareProfile
@@ -53,9 +53,6 @@ def _summary(c: Comparison) -> str:
     rows = {row.planner: row for row in c.reference()}
     auto, fixed, static = rows["auto"], rows["fixed-static"], rows["static"]
     boxes = []
-    if TREES in rows:
-        words = "auto on trees over fixed static: what completions share with their prompt is computed once"
-        boxes.append((times(rows[TREES].speedup_over_fixed), words))
     if auto.speedup_over_fixed:
         words = f"auto over fixed static: degree {degree_of(fixed)} for all steps, documents packed as they come"
         boxes.append((times(auto.speedup_over_fixed), words))
@@ -170,9 +167,7 @@ or all ranks where no power of two does. Documents are packed next-fit in the or
 are split until every group has one in every micro-batch, like dp_balanced, the baseline of the dynamic context parallelism
 benchmark of Megatron. <b>Best static</b>: the best of all degrees, not only of powers of two, searched for every step: an
 oracle that no trainer has. Documents are packed best-fit by tokens, or emptiest group first where that is faster; groups with
-most work run first. <b>Plain static</b>: one power-of-two degree per step, the best one, documents packed best-fit by tokens,
-without a cost model: stronger than what trainers run, which is fixed static. <b>Bins</b>: degrees from a table by length,
-derived from the profile. <b>Auto</b>: the planner chooses degree, ranks and micro-batch of every document; it also scores
-static and bins plans, and so is never worse than these.</p>
+most work run first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses
+degree, ranks and micro-batch of every document; it also scores static and bins plans, and so is never worse than these.</p>
 <details><summary>Constants of the hardware profile {escape(c.profile_name)}</summary>
 {facts(c.profile.to_dict())}</details>"""

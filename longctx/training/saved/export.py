@@ -1,12 +1,12 @@
 """Export: writes a checkpoint of a run as a folder that transformers loads, in one process that never holds the whole model.
 
-The sharded checkpoint is read group by group (a block, an embedding); every group is converted to transformers' tensors and
-written. The folder is written as OUT.partial and renamed when all files are on disk.
+The sharded checkpoint is read group by group (a block, an embedding); every group is converted to transformers' tensors, which
+are written file by file. The folder is written as OUT.partial and renamed when all files are on disk.
 """
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from longctx import tokenizer_files
 from longctx.data.manifest import is_store
 from longctx.errors import UserError, brief, shortened
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, PretrainedError
-from longctx.model.checkpoint_writer import CheckpointWriter, Planned, planned
+from longctx.model.checkpoint_writer import CheckpointWriter
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
@@ -105,9 +105,8 @@ def export(
             size = _write_adapters(partial, model, saved, kept)
             _replace(out, partial)
             return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out))
-        tensors = list(_plan(model, saved, source, dtype))
-        _refuse_full(partial, sum(tensor.bytes for tensor in tensors))
-        writer = CheckpointWriter(partial, tensors, max_shard_bytes)
+        writer = CheckpointWriter(partial, _to_write(model, saved, source, dtype), max_shard_bytes)
+        _refuse_full(partial, writer.total)
         with returned_when_freed():
             for group in model.groups():
                 writer.write(model.to_checkpoint(_read(model, saved, group)))
@@ -214,10 +213,17 @@ def _adapted(described: dict[str, Any]) -> Model:
         return run_with_adapters(base, lora, "float32").build()
 
 
-def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None) -> Iterator[Planned]:
-    """Yields the tensors of the export with shapes and dtypes, by converting tensors without values."""
+def _to_write(
+    model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the export without values: in `dtype`, by default as in the checkpoint `source`."""
+    tensors: dict[str, torch.Tensor] = {}
     for group in model.groups():
-        yield from planned(model.to_checkpoint(_without_values(model, saved, group)), source, dtype)
+        for name, tensor in model.to_checkpoint(_without_values(model, saved, group)).items():
+            stored = tensor.dtype if source is None else source.dtype_of(name)
+            written = dtype if dtype is not None and stored.is_floating_point else stored
+            tensors[name] = torch.empty(tensor.shape, dtype=written, device="meta")
+    return tensors
 
 
 def _refuse_full(folder: Path, size: int) -> None:
