@@ -38,7 +38,7 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 	  --lora 16 --max-length 8192 --long-documents drop --processes $(or $(PROCESSES),2) --out $(RUN)
 	$(BIN)/longctx eval $(RUN) $(HELD_OUT)
 	$(BIN)/longctx export $(RUN) $(RUN)/merged --merge
-	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/longctx generate $(RUN)/merged --chat --max-new-tokens 60
+	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/python examples/ask.py $(RUN)/merged
 
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)

@@ -10,8 +10,7 @@ from longctx.data.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
-VERSION, WITH_WEIGHTS = 1, 2
-"""Versions of stores without and with weights of tokens."""
+VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 ARROW = ".arrow"
@@ -41,7 +40,7 @@ class Manifest:
         lost_characters: number of these that no token represents, in `lossy_documents` documents.
         lossiest_name, lossiest_characters: document that lost most characters, and number of these.
         files: bytes of every other file of the store.
-        checksums: checksums of these files; empty in stores of older versions.
+        checksums: checksums of these files.
         formats: number of documents of each format, including documents dropped later.
         template: description of the chat template, and how tokens to train on were found; empty without conversations.
         train_on: parts of conversations that are trained on.
@@ -74,6 +73,7 @@ class Manifest:
     vocab_size: int
     end_of_document_token: str
     files: dict[str, int]
+    checksums: dict[str, str]
     not_read: dict[str, int] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
@@ -99,7 +99,6 @@ class Manifest:
     unused: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
-    checksums: dict[str, str] = field(default_factory=dict)
 
     @property
     def conversations(self) -> bool:
@@ -138,16 +137,15 @@ class Manifest:
             raise StoreError(
                 f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
             ) from error
-        if kind != FORMAT or version not in (VERSION, WITH_WEIGHTS):
+        if kind != FORMAT or version != VERSION:
             raise StoreError(
-                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION} and {WITH_WEIGHTS}: "
+                f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
                 f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
             )
         again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
         try:
-            content, has_checksum = unsealed(content)
-            manifest = cls(**content)
-            if manifest.checksums and (not has_checksum or manifest.checksums.keys() != manifest.files.keys()):
+            manifest = cls(**unsealed(content))
+            if manifest.checksums.keys() != manifest.files.keys():
                 raise ValueError("some of its checksums are missing")
             files = {name: (inside(folder, name), int(size)) for name, size in manifest.files.items()}
         except (ValueError, TypeError, AttributeError) as error:
@@ -162,8 +160,8 @@ class Manifest:
         return manifest
 
     def damage(self, folder: Path, name: str) -> str:
-        """Reads a file of the store. Returns what is wrong with it; empty if nothing is, or if it has no checksums."""
-        return damage(folder / name, self.checksums[name]) if self.checksums else ""
+        """Reads a file of the store. Returns what is wrong with it; empty if nothing is."""
+        return damage(folder / name, self.checksums[name])
 
 
 def is_store(folder: Path) -> bool:

@@ -10,8 +10,8 @@ import pyarrow
 
 from longctx.checksums import CHUNK, DIGITS, checksums_of
 
-COLUMNS = ["name", "tokens", "length", "trained_tokens", "trained"]
-"""Columns of every store; later versions have more."""
+COLUMNS = ["name", "tokens", "length", "trained_tokens", "trained", "weight"]
+"""Columns of every store."""
 SMALL = 64 << 20
 """Bytes of a file that is verified whole before it is used; of a larger one only the parts that are read."""
 
@@ -26,7 +26,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, checksums: str) -> None:
-        """`checksums` are those of the file; empty if none are known. Raises ValueError if it is damaged."""
+        """`checksums` are those of the file. Raises ValueError if it is damaged."""
         self.path = path
         self._checksums = checksums
         self._bytes = pyarrow.memory_map(str(path)).read_buffer()

@@ -24,8 +24,6 @@ from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE, Document
 from longctx.data.manifest import (
     TOKENIZER,
     TOKENIZER_FILES,
-    VERSION,
-    WITH_WEIGHTS,
     Manifest,
     StoreError,
 )
@@ -284,7 +282,6 @@ def _manifest(
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
-        version=WITH_WEIGHTS if any(part.weighted for part in parts) else VERSION,
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
     )

@@ -15,7 +15,7 @@ The files of a checkpoint's tokenizer, including its chat template, are in `toke
 `datasets` nor torch, so that planning from a store's lengths starts quickly. `longctx.data.prepare` writes stores.
 
 The manifest has checksums of itself and of every file. Small files are verified when a store is opened, large ones part by part
-when a document there is first read. Stores of older versions have no checksums.
+when a document there is first read.
 """
 
 import hashlib
@@ -122,7 +122,7 @@ class Store:
                     raise ValueError(problem)
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
             parts = sorted(name for name in manifest.files if name.endswith(ARROW))
-            files = [MappedFile(path / name, manifest.checksums.get(name, "")) for name in parts]
+            files = [MappedFile(path / name, manifest.checksums[name]) for name in parts]
             table = pyarrow.concat_tables([file.table for file in files], promote_options="default")
         except (pyarrow.ArrowException, ValueError) as error:
             raise StoreError(f"store {path} is damaged: {error}; {again}") from error

@@ -109,10 +109,10 @@ def finished_parts(folder: Path) -> list[Part]:
     parts: list[Part] = []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
-            content, has_checksum = unsealed(json.loads(line))
+            content = unsealed(json.loads(line))
         except ValueError:
             break
-        if not has_checksum or damage(folder / content["file"], content["checksums"]):
+        if damage(folder / content["file"], content["checksums"]):
             break
         parts.append(Part(**content))
     return parts

@@ -103,14 +103,14 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
     return {**plain, SEAL: _seal(plain)}
 
 
-def unsealed(content: Any) -> tuple[dict[str, Any], bool]:
-    """Returns a JSON object without its checksum, and whether it had one. Raises ValueError if it does not match."""
+def unsealed(content: Any) -> dict[str, Any]:
+    """Returns a JSON object without its checksum. Raises ValueError if it has none, or does not match it."""
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     plain = {key: value for key, value in content.items() if key != SEAL}
-    if SEAL in content and content[SEAL] != _seal(plain):
+    if content.get(SEAL) != _seal(plain):
         raise ValueError("it does not match its checksum")
-    return plain, SEAL in content
+    return plain
 
 
 def _seal(plain: dict[str, Any]) -> str:

@@ -33,7 +33,6 @@ COMMANDS = (
     "finetune",
     "eval",
     "export",
-    "generate",
     "plan",
     "compare",
     "measure",

@@ -113,11 +113,11 @@ def why_not_run(command: list[str]) -> str:
     if re.search(r"--processes 8|--nproc-per-node 8|-node 4|--nnodes", text):
         return "more devices than two cores"
     if re.search(
-        r"smollm2|modernbert|examples/recipes/|--tokenizer \w+-?\w*/|generate"
+        r"smollm2|modernbert|examples/recipes/|--tokenizer \w+-?\w*/|ask"
         r"|runs/(?:mine|extended|summaries) (OUT|--store)",
         text,
     ):
-        return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py, test_encoders.py and test_generate.py run it"
+        return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py and test_encoders.py run it"
     if re.search(r"-m gpu|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
         return "needs a GPU or minutes"
     return "other tests run it" if text in ("longctx prepare", "longctx config") or "finetune" in text else ""

@@ -224,6 +224,7 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_files_are_not_larger_than_requested(tmp_path: Path) -> None:
+    """One tensor above the limit has a file of its own, the first."""
     planned = {f"t{n}": torch.empty(size, device="meta") for n, size in enumerate((10, 10, 30, 5, 4))}
     writer = CheckpointWriter(tmp_path, planned, max_shard_bytes=80)
     writer.write({name: torch.full(tensor.shape, float(name[1])) for name, tensor in planned.items()})
@@ -231,7 +232,9 @@ def test_files_are_not_larger_than_requested(tmp_path: Path) -> None:
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * 59
     files = [index["weight_map"][name] for name in planned]
-    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (2, 2, 1, 3, 3)], "one above the limit has a file of its own"
+    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (2, 2, 1, 3, 3)], (
+        "one above the limit has a file of its own"
+    )
     assert all((tensor == int(name[1])).all() for name, tensor in contents_of(tmp_path).items())
 
 

@@ -23,7 +23,7 @@ from longctx.data.manifest import Manifest, StoreError
 from longctx.data.store import Store
 from longctx.training.metrics import MetricsLog, mean_speed
 from longctx.training.saved import checkpoint, saving
-from longctx.training.saved.checkpoint import Checkpoint, NoCheckpoint, SavedWeights
+from longctx.training.saved.checkpoint import NoCheckpoint, SavedWeights
 from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.run_folder import RunFolderError, open_run_folder
 from tests.data_cases import byte_store
@@ -76,11 +76,17 @@ def flip(file: Path) -> bytes:
     return bytes(content)
 
 
-def without_checksums(folder: Path, **changes: Any) -> bytes:
-    """The `state.json` of an older version, with `changes`."""
-    state = json.loads((folder / "state.json").read_text())
-    del state["checksums"], state["checksum"]
-    return json.dumps({**state, **changes}).encode()
+def resealed(folder: Path, **changes: Any) -> bytes:
+    """The `state.json` with `changes`, which its own checksum does not show."""
+    state = checksums.unsealed(json.loads((folder / "state.json").read_text()))
+    return json.dumps(checksums.sealed({**state, **changes})).encode()
+
+
+def reseal(store: Path, arrow: Path) -> None:
+    """Makes the manifest fit a changed file."""
+    manifest = Manifest.load(store)
+    manifest.checksums[arrow.name] = checksums.checksums(arrow)
+    manifest.save(store)
 
 
 # --- single bits
@@ -117,16 +123,14 @@ def test_every_bit_that_flips_in_a_checkpoint_is_noticed(trained: tuple[Path, Pa
 
 
 def test_the_fuzzer_sees_what_nobody_notices(store: Path) -> None:
-    """Without checksums a bit may change tokens."""
-    manifest = Manifest.load(store)
-    object.__setattr__(manifest, "checksums", {})
-    manifest.save(store)
+    """A bit that its checksum follows changes tokens."""
     expected = faults.read_store(store)
     arrow = next(store.glob("*.arrow"))
     tokens = Store.open(store)._batches[0].tokens
     content = bytearray(arrow.read_bytes())
     content[content.index(tokens.tobytes())] ^= 1
     arrow.write_bytes(content)
+    reseal(store, arrow)
     assert faults.outcome(faults.read_store, store, arrow, expected) == faults.WRONG
 
 
@@ -178,16 +182,14 @@ def test_only_the_parts_that_are_read_are_verified(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("value", [257, 65535])
 def test_tokens_outside_the_vocabulary_are_refused(store: Path, value: int) -> None:
-    """In a store of an older version, which has no checksums."""
-    manifest = json.loads((store / "manifest.json").read_text())
-    del manifest["checksums"], manifest["checksum"]
-    (store / "manifest.json").write_text(json.dumps(manifest))
+    """Though checksums are right: the program that wrote them was wrong."""
     arrow = next(store.glob("*.arrow"))
     tokens = Store.open(store)._batches[0].tokens
     content = arrow.read_bytes()
     changed = tokens.copy()
     changed[20 + 7] = value
     arrow.write_bytes(content.replace(tokens.tobytes(), changed.tobytes()))
+    reseal(store, arrow)
     damaged = Store.open(store)
     damaged.read(0, 0, 20), damaged.read(1, 0, 6)
     said = rf"document store.jsonl:2 has token {value} at position 7, but its tokenizer has 257 tokens"
@@ -270,15 +272,15 @@ def test_training_resumes_before_a_damaged_checkpoint(
     [
         ({"step": 10**9}, "it has step 1000000000"),
         ({"files": []}, "has no attribute"),
-        ({"files": {"../../config.yaml": 1}}, "leads out of it"),
+        ({"files": {"../../config.yaml": 1}, "checksums": {"../../config.yaml": ""}}, "leads out of it"),
         ({"data": 5}, "data and model must be objects"),
         ({"checksums": {".metadata": "0"}}, "checksums are missing"),
     ],
 )
 def test_a_wrong_state_is_not_used(trained: tuple[Path, Path], changed: Changed, changes: dict[str, Any], says: str) -> None:
-    """Without a checksum it would show, as in those of an older version."""
+    """Though its own checksum is right."""
     _, run = trained
-    changed(folder_of(run, 3) / "state.json", without_checksums(folder_of(run, 3), **changes))
+    changed(folder_of(run, 3) / "state.json", resealed(folder_of(run, 3), **changes))
     for options in ({"resume": True}, {"resume": True, "or_begin": True}):
         found, said = open_run_folder(run, checkpoint_bytes=0, **options)
         assert found is not None and found.step == 2
@@ -407,7 +409,7 @@ def test_a_crafted_description_runs_no_code(trained: tuple[Path, Path], changed:
     folder, file = folder_of(run, 3), tmp_path / "touched"
     crafted = pickle.dumps(Evil(file))
     sizes = json.loads((folder / "state.json").read_text())["files"]
-    changed(folder / "state.json", without_checksums(folder, files={**sizes, ".metadata": len(crafted)}))
+    changed(folder / "state.json", resealed(folder, files={**sizes, ".metadata": len(crafted)}))
     changed(folder / ".metadata", crafted)
     with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*names pathlib.Path.touch|names pathlib\.\w+"):
         SavedWeights(folder)
@@ -445,10 +447,3 @@ def test_a_description_cannot_name_files_elsewhere(trained: tuple[Path, Path], c
     changed(folder / ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="leads out of it"):
         SavedWeights(folder)
-
-
-def test_a_checkpoint_without_checksums_is_read(trained: tuple[Path, Path], changed: Changed) -> None:
-    _, run = trained
-    changed(folder_of(run, 3) / "state.json", without_checksums(folder_of(run, 3)))
-    found, _ = checkpoint.newest(run)
-    assert isinstance(found, Checkpoint) and found.step == 3 and not found.checksums and not found.damage()

@@ -112,11 +112,6 @@ def test_templates_of_these_models_take_lists(tmp_path: Path, family: str) -> No
     assert whole(made(tmp_path, [record], tokenizer=checkpoint), 0) == whole(first, 0)
 
 
-def test_generate_tells_what_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(save_checkpoint(tmp_path / "model", "llava")), "--chat", "What?"]) == 2
-    assert "reads images (llava), which this command does not" in capsys.readouterr().err
-
-
 def test_texts_are_fine_tuned_and_exported_with_the_processor(tmp_path: Path) -> None:
     checkpoint, out = save_checkpoint(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
     records = [{"messages": chat("What? " * number, "This.")} for number in range(1, 9)]

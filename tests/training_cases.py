@@ -19,6 +19,7 @@ import torch.distributed.checkpoint.filesystem
 from torch.distributed.tensor import DTensor
 
 from longctx.attention import RingAttention
+from longctx.checksums import sealed
 from longctx.config import load
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
@@ -76,7 +77,7 @@ def pretend_checkpoints(run: Path, *steps: int) -> None:
     for step in steps:
         state = run / "checkpoints" / f"step-{step:06d}" / "state.json"
         state.parent.mkdir(parents=True)
-        state.write_text(json.dumps({"step": step, "files": {}}))
+        state.write_text(json.dumps(sealed({"step": step, "files": {}, "checksums": {}})))
 
 
 def steps_in(run: Path) -> list[dict[str, Any]]:

@@ -160,13 +160,11 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
 
 
 def _train(config: Config, settings: Path, ranks: int) -> int:
-    """Starts the processes, and prints the next command when they end. Returns their exit status."""
+    """Starts the processes; tells how to go on if they were interrupted. Returns their exit status."""
     from longctx.parallel.launch import launch
     from longctx.training.saved import checkpoint
 
     status = launch(ranks, ["train", str(settings), "--resume-if-any"])
-    if status == 0 and config.checkpoint.export is not None:
-        print(_next(config, config.checkpoint.export))
     if status in INTERRUPTED:
         kept = checkpoint.steps(config.train.run_dir)
         how = f"to resume from step {kept[-1]}" if kept else "to start again (no checkpoint was written yet)"
@@ -237,20 +235,6 @@ def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, lo
     steps = steps_of_run(chosen.changed(changes), store, ranks=1)  # their number does not matter where a length is set
     assert isinstance(steps, Sampler), "there is one store"
     return steps_of_epochs(epochs, steps)
-
-
-def _next(config: Config, export: Path) -> str:
-    """Returns a line with the next command."""
-    from longctx.model.vision import VISION_FAMILIES
-
-    files = config.model_source().files
-    if files is not None and files.config.model_type in VISION_FAMILIES:
-        return f"evaluate it: longctx eval {shell(config.train.run_dir)} --store STORE"
-    if config.lora.rank is None:
-        return f"try it: longctx generate {shell(export)} --chat 'your question'"
-    merged = export.with_name("merged")
-    merge = shell("longctx", "export", config.train.run_dir, merged, "--merge")
-    return f"try it: {merge} && longctx generate {shell(merged)} --chat 'your question'"
 
 
 def _summary(config: Config, store: "Store", ranks: int) -> str:

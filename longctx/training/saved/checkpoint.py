@@ -2,8 +2,7 @@
 
 A checkpoint is written to `step-000100.partial` and renamed when all files are on disk, so that an interrupted write is never
 used. `state.json`, written last, has the step, the position in the data, the model's shape, and sizes and checksums of the
-other files. A checkpoint is verified before it is used; a damaged one is named, and neither used nor deleted. Those of older
-versions have no checksums.
+other files. A checkpoint is verified before it is used; a damaged one is named, and neither used nor deleted.
 """
 
 import errno
@@ -13,7 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,11 @@ class NoCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; `state` is the one passed to `save`, `checksums` are those of its files, if it has any."""
+    """A complete checkpoint on disk; `state` is the one passed to `save`, `checksums` are those of its files."""
 
     folder: Path
     state: dict[str, Any]
-    checksums: dict[str, str] = field(default_factory=dict)
+    checksums: dict[str, str]
 
     @property
     def step(self) -> int:
@@ -206,9 +205,9 @@ def _examine(folder: Path) -> Checkpoint | str:
 def _read_state(folder: Path) -> Checkpoint:
     """Reads `state.json`. Raises ValueError, KeyError, TypeError or AttributeError if something is wrong."""
     try:
-        state, has_checksum = unsealed(json.loads((folder / STATE).read_text("utf-8")))
-        sizes, checksums = state.pop("files"), state.pop("checksums", {})
-        if (checksums or has_checksum) and not (has_checksum and checksums.keys() == sizes.keys()):
+        state = unsealed(json.loads((folder / STATE).read_text("utf-8")))
+        sizes, checksums = state.pop("files"), state.pop("checksums")
+        if checksums.keys() != sizes.keys():
             raise ValueError("some of its checksums are missing")
         if state["step"] != _step(folder):
             raise ValueError(f"it has step {state['step']}")
