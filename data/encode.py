@@ -15,7 +15,7 @@ from longctx.data.messages import leaves
 from longctx.data.sampler import TRUNCATED
 from longctx.data.template import Rendered, Template
 from longctx.data.token_ids import Ids
-from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer, TokenizerError
+from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.data.weights import TokenWeights, token_weights
 
 
@@ -25,7 +25,6 @@ class EncodedDocument(NamedTuple):
     Attributes:
         tokens: token ids `[tokens]`.
         trained: weights of the tokens as targets; None: 1 for all.
-        characters, lost: sums of the counts of `Encoded` over its texts.
         spelled: whether a text of a conversation contains special tokens, which are encoded as such.
         straddling: number of target tokens that also contain text that is not trained on.
         left_out: names of what the conversation says and the template does not show.
@@ -36,8 +35,6 @@ class EncodedDocument(NamedTuple):
     document: Document
     tokens: TokenArray
     trained: TokenWeights | None
-    characters: int = 0
-    lost: int = 0
     spelled: bool = False
     straddling: int = 0
     left_out: Collection[str] = ()
@@ -149,8 +146,6 @@ class Encoder:
             document,
             tokens,
             None if rendered.spans is None else trained,
-            marked.characters,
-            marked.lost,
             any(map(self.template.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
             marked.straddling,
             rendered.left_out,
@@ -168,19 +163,18 @@ class Encoder:
             )
         return EncodedDocument(document, ids.astype(self.tokenizer.dtype), document.learned)
 
-    def _plain(self, document: Document, texts: Sequence[Encoded]) -> EncodedDocument:
+    def _plain(self, document: Document, texts: Sequence[TokenArray]) -> EncodedDocument:
         """Joins the tokens of a text, or of a conversation in ChatML."""
-        counts = sum(text.characters for text in texts), sum(text.lost for text in texts)
         if document.text is not None:
-            return EncodedDocument(document, np.concatenate([self.begin, texts[0].tokens, self._end]), None, *counts)
+            return EncodedDocument(document, np.concatenate([self.begin, texts[0], self._end]), None)
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
             weights = document.message_weights
             turns = trained_turns(document.messages, document.first_trained, self.train_on, weights)
-            tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], turns, weights)
+            tokens, mask = self._chatml.join(document.messages, texts, turns, weights)
             missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.train_on == "all" else np.append(mask, mask[-1])
-        return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, *counts, left_out=missing)
+        return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, left_out=missing)

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.messages import NUMBER, leaves
+from longctx.data.messages import leaves
 
 SHORT = 16  # maximum characters of a text that is looked for after the others
 CONTENTS = ("content of user messages", "content of assistant messages")
@@ -33,7 +33,7 @@ def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, tr
     shown: set[int] = set()
     parts: list[list[tuple[int, str, str]]] = [[], [], [], [], []]
     for index, name, part in _parts(messages, tools):
-        if (part := part.strip()) and not part.startswith(NUMBER):
+        if part := part.strip():
             rank = 2 * (len(part) <= SHORT) + (name not in CONTENTS)
             parts[4 if name in IDENTIFYING else rank].append((index, name, part))
     for group in parts:

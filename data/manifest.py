@@ -36,9 +36,8 @@ class Manifest:
         not_read: number of other files of the source, by the reason why they were not read.
         skipped_files: number of files left out because they are not UTF-8 text; `skipped_names` are the first of them.
         tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
-        characters: number of characters that are not white space; 0 if the tokenizer cannot lose any.
-        lost_characters: number of these that no token represents, in `lossy_documents` documents.
-        lossiest_name, lossiest_characters: document that lost most characters, and number of these.
+        unknown_tokens: number of tokens for text that the tokenizer lacks, in `unknown_documents` documents; `unknown_name` is
+            the first of them.
         files: bytes of every other file of the store.
         checksums: checksums of these files.
         formats: number of documents of each format, including documents dropped later.
@@ -77,11 +76,9 @@ class Manifest:
     not_read: dict[str, int] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
-    characters: int = 0
-    lost_characters: int = 0
-    lossy_documents: int = 0
-    lossiest_name: str = ""
-    lossiest_characters: int = 0
+    unknown_tokens: int = 0
+    unknown_documents: int = 0
+    unknown_name: str = ""
     formats: dict[str, int] = field(default_factory=dict)
     template: str = ""
     train_on: str = "assistant"
@@ -107,14 +104,12 @@ class Manifest:
 
     @property
     def loss(self) -> str:
-        """Sentence on the characters that the tokenizer lost; empty if it lost none."""
-        if not self.lost_characters:
+        """Sentence on text that the tokenizer lacks; empty if it lacks none."""
+        if not self.unknown_tokens:
             return ""
         return (
-            f"the tokenizer lacks {self.lost_characters:,} of {self.characters:,} characters of the text "
-            f"({self.lost_characters / self.characters:.2%}, white space not counted), in {self.lossy_documents:,} of "
-            f"{self.documents:,} documents, most in {self.lossiest_name} ({self.lossiest_characters:,}): they are dropped, or "
-            "replaced by an unknown token"
+            f"{self.unknown_tokens:,} of {self.tokens:,} tokens are unknown ones, for text that the tokenizer lacks, in "
+            f"{self.unknown_documents:,} of {self.documents:,} documents; the first is {self.unknown_name}"
         )
 
     def save(self, folder: Path) -> None:

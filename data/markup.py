@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer as TokenizerJson
 
-from longctx.data.lost_text import LostText
 from longctx.data.tokenizer import TokenArray, byte_vocabulary, ids_of
 from longctx.data.weights import TokenWeights, token_weights
 
@@ -32,14 +31,11 @@ class Marked(NamedTuple):
         tokens: token ids `[tokens]`.
         trained: weights of the tokens that contain a character of a span; 0 for others.
         straddling: number of these that also contain characters outside.
-        characters, lost: see `Encoded`.
     """
 
     tokens: TokenArray
     trained: TokenWeights
     straddling: int
-    characters: int = 0
-    lost: int = 0
 
 
 class Markup:
@@ -56,8 +52,6 @@ class Markup:
         self.special = [token.content for token in added.values() if token.special]
         """Texts of the special tokens."""
         self._spelled = _any_of(self.special)
-        self._added = _any_of([token.content for token in added.values()])
-        self._lost = LostText(self._inner, content, list(byte_vocabulary()))
         size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
         self._pieces = _pieces(self._inner, content, size)
         self._bytes = np.array([len(piece) for piece in self._pieces], np.int64)
@@ -82,11 +76,7 @@ class Markup:
         ids = ids_of(self._inner, text, "a conversation")
         tokens = np.array(ids, self._dtype)
         trained, straddling = self._mark(text, ids, tokens, spans, weights)
-        if not self._lost.possible:
-            return Marked(tokens, trained, straddling)
-        # Without an unknown token, characters are looked up one by one, and those of special tokens may be missing.
-        plain = self._added.sub("", text) if self._lost.unknown is None else text
-        return Marked(tokens, trained, straddling, *self._lost.count(plain, tokens))
+        return Marked(tokens, trained, straddling)
 
     def _mark(self, text: str, ids: list[int], tokens: TokenArray, spans: Spans, weights: Weights) -> tuple[TokenWeights, int]:
         trained: TokenWeights = np.zeros(len(ids), np.bool_ if weights is None else np.float32)

@@ -1,7 +1,6 @@
 """Messages of conversations in the forms that data sets have: checked, with the usual roles, texts and tool calls."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,19 +17,12 @@ SPEAKERS = {
     "developer": "developer",
 }
 """Role of each speaker, in lower case."""
-NUMBER = "\U0010fff0"
-"""Private-use character around numbers that are texts, see `parse_json`."""
 BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel (docs/trainers.md)"
 WITH_IMAGES = f"train conversations with images or videos inside TRL's SFTTrainer, {BY_ONE_CALL}"
-_NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
 
 
 class FormatError(UserError):
     """A record that contains no document, or is malformed."""
-
-
-class DigitsError(ChatError):
-    """A number that a template writes in another way than JSON."""
 
 
 def parse_messages(value: Any, key: str = "messages") -> list[Message]:
@@ -74,7 +66,7 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     if isinstance(content, list):
         content = message["content"] = _joined(index, content)
     if role.lower() in CALLS and isinstance(content, str):
-        calls = json_in(f"`{content_key}` of message {index}", message.pop("content"), exact=True)
+        calls = json_in(f"`{content_key}` of message {index}", message.pop("content"))
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     elif message.get("function_call") and not message.get("tool_calls"):
         message["tool_calls"] = [message.pop("function_call")]
@@ -120,10 +112,10 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def parse_arguments(where: str, arguments: Any) -> Any:
-    """Returns the arguments of a tool call as an object, with exact numbers (see `parse_json`); no text means no arguments."""
+    """Returns the arguments of a tool call as an object; no text means no arguments."""
     if not isinstance(arguments, str):
         return arguments
-    return json_in(f"`arguments` of {where}", arguments, exact=True) if arguments.strip() else {}
+    return json_in(f"`arguments` of {where}", arguments) if arguments.strip() else {}
 
 
 def leaves(value: Any) -> Iterator[str]:
@@ -145,38 +137,21 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def json_in(what: str, text: str, exact: bool = False) -> Any:
+def json_in(what: str, text: str) -> Any:
     """Returns the value of a JSON text called `what`. Raises ChatError."""
     try:
-        return parse_json(text, exact)
+        return parse_json(text)
     except FormatError as error:
         raise ChatError(f"{what} is {error}") from error
 
 
-def parse_json(text: str, exact: bool = False) -> Any:
-    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it.
-
-    If `exact`, numbers that Python writes in another way (1e5) become texts, of which `as_written` makes numbers again.
-    """
+def parse_json(text: str) -> Any:
+    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it."""
     try:
-        return json.loads(text, parse_float=_exact if exact else None)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except RecursionError as error:
         raise FormatError("not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:  # Python's limit on digits
         raise FormatError("not JSON that can be read: a number has thousands of digits") from error
-
-
-def _exact(number: str) -> Any:
-    return float(number) if repr(float(number)) == number else f"{NUMBER}{number}{NUMBER}"
-
-
-def as_written(text: str) -> str:
-    """Returns a text with JSON in which numbers of `parse_json` are as they were. Raises DigitsError if one is not in JSON."""
-    if NUMBER not in text:
-        return text
-    text = re.sub(f'"{_NUMBER}"', r"\1", text)
-    if number := re.search(_NUMBER, text):
-        raise DigitsError(f"the chat template does not write the number {number[1]} in JSON: write it as {float(number[1])!r}")
-    return text

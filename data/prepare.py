@@ -84,8 +84,8 @@ def prepare(
         progress: called with the current stage and its finished share (0 … 1).
 
     Raises:
-        CorpusError, TokenizerError: the source or the tokenizer cannot be used, or the tokenizer would lose more than half of
-            the characters that are not white space. If it loses fewer, the manifest counts them.
+        CorpusError, TokenizerError: the source or the tokenizer cannot be used, or more than half of the tokens are unknown
+            ones. If fewer are, the manifest counts them.
         ChatError: the template refuses a conversation, or a conversation has no token to train on.
         StoreError: `out` must not be replaced, or another process is preparing it.
     """
@@ -157,7 +157,7 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         train_on=request.train_on,
         max_length=request.max_length,
     )
-    if 2 * manifest.lost_characters > manifest.characters:
+    if 2 * manifest.unknown_tokens > manifest.tokens:
         raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
     return manifest
 
@@ -252,7 +252,6 @@ def _manifest(
     **settings: Any,
 ) -> Manifest:
     longest = max(parts, key=lambda part: part.longest_length)
-    lossiest = max(parts, key=lambda part: part.lossiest_characters)
     files = {
         file.relative_to(folder).as_posix(): file
         for file in sorted(folder.rglob("*"))
@@ -275,8 +274,7 @@ def _manifest(
         end_of_document_token=tokenizer.end_of_document_token,
         files={name: file.stat().st_size for name, file in files.items()},
         checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
-        lossiest_name=lossiest.lossiest_name,
-        lossiest_characters=lossiest.lossiest_characters,
+        unknown_name=next((part.unknown_name for part in parts if part.unknown_name), ""),
         formats=counts.formats,
         untrained_documents=counts.untrained,
         unused=counts.unused,

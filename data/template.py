@@ -10,7 +10,6 @@ turn's end, must both be prefixes of the whole. A part that the template refuses
 tried. A conversation that no method can split is refused.
 """
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import Any
 from longctx.data.chat import ChatError, Message, check_role, trained_turns
 from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
-from longctx.data.messages import NUMBER, DigitsError, as_written, in_parts, parse_arguments
+from longctx.data.messages import in_parts, parse_arguments
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
@@ -114,13 +113,8 @@ class Template:
             check_role(index, message["role"], self._texts[bool(tools)])
         messages = [*map(self._with_reasoning, self._with_arguments(messages, bool(tools)))]
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
-        missing = set()
-        try:
-            text, spans = self._render(messages, tools, marks=marks)
-        except DigitsError:  # the template writes numbers in its own way
-            messages, missing = json.loads(as_written(json.dumps(messages, ensure_ascii=False))), {"digits of tool_calls"}
-            text, spans = self._render(messages, tools, marks=marks)
-        missing |= left_out(text, messages, tools, turns, "the chat template")
+        text, spans = self._render(messages, tools, marks=marks)
+        missing = left_out(text, messages, tools, turns, "the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)
         if not marks:
@@ -210,9 +204,7 @@ class Template:
                 f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
                 "conversation, or use another template (--chat-template FILE)"
             ) from error
-        if NUMBER in text and marks:
-            spans = [[(len(as_written(text[:start])), len(as_written(text[:stop]))) for start, stop in spans[0]]]
-        return as_written(text), spans[0] if marks else []
+        return text, spans[0] if marks else []
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         return self._render(messages, tools, prompt)[0]
@@ -381,7 +373,7 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:
-        if isinstance(value, str) and not value.startswith(NUMBER):
+        if isinstance(value, str):
             text = value.strip()
             head = len(value) - len(value.lstrip()) if text else 0
             return f"{value[:head]}{mark}{text}{mark}{value[head + len(text) :]}" if text else mark + value

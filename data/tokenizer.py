@@ -12,14 +12,13 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerJson
 
-from longctx.data.lost_text import LostText
 from longctx.errors import UserError
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -40,25 +39,15 @@ class TokenizerError(UserError):
     """A tokenizer that cannot be trained, read or used."""
 
 
-class Encoded(NamedTuple):
-    """An encoded text.
-
-    Attributes:
-        tokens: token ids `[tokens]`.
-        characters: number of characters that are not white space; 0 if the tokenizer cannot lose any.
-        lost: number of these that no token represents.
-    """
-
-    tokens: TokenArray
-    characters: int = 0
-    lost: int = 0
-
-
 class Tokenizer:
     """Converts text to token ids 0 … vocab_size - 1, and back.
 
     `text` is the content of a tokenizer.json. `end_of_document` is the token that ends every document; by default the first of
-    `KNOWN_ENDS` in the vocabulary. Raises TokenizerError if the text is not a tokenizer.json or has no end-of-document token.
+    `KNOWN_ENDS` in the vocabulary. Raises TokenizerError if the text is not a tokenizer.json, has no end-of-document token, or
+    drops characters without a trace.
+
+    Attributes:
+        unknown: id of the token that stands for text that the tokenizer lacks; None: it represents every character.
     """
 
     def __init__(self, text: str, end_of_document: str | None = None) -> None:
@@ -87,7 +76,7 @@ class Tokenizer:
         self.end_of_document = vocabulary[self.end_of_document_token]
         content = json.loads(text)
         self.is_bytes = _is_bytes(content)
-        self._lost = LostText(self._inner, content, list(byte_vocabulary()))
+        self.unknown = _unknown(self._inner, content)
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
@@ -155,33 +144,30 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenArray:
         """Returns the token ids `[tokens]` of a text, without special tokens."""
-        return self.encode_batch([text], workers=1)[0].tokens
+        return self.encode_batch([text], workers=1)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, workers: int | None = None) -> list[Encoded]:
+    def encode_batch(self, texts: Sequence[str], *, workers: int | None = None) -> list[TokenArray]:
         """Encodes several texts in `workers` threads (None: one per core). Raises TokenizerError for a text that it cannot."""
         if self.is_bytes:
-            return [Encoded(np.frombuffer(text.encode(), np.uint8).astype(self.dtype)) for text in texts]
+            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
         # One text per call: only an environment variable can size the library's own pool. Calls release the GIL.
         with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
             return list(threads.map(self._encode_one, texts))
 
-    def _encode_one(self, text: str) -> Encoded:
-        tokens = np.array(ids_of(self._inner, text, "a text"), self.dtype)
-        return Encoded(tokens, *self._lost.count(text, tokens)) if self._lost.possible else Encoded(tokens)
+    def _encode_one(self, text: str) -> TokenArray:
+        return np.array(ids_of(self._inner, text, "a text"), self.dtype)
 
     def covered(self, text: str) -> tuple[int, int]:
         """Returns how many characters of a text are not white space, and how many of these a token comes from.
 
-        Normalizers and pre-tokenizers can remove text, which `Encoded.lost` does not count. A tokenizer that drops characters
-        without an unknown token has wrong offsets behind them: its texts count as covered here.
+        Normalizers and pre-tokenizers can remove text.
         """
         (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
         seen = np.zeros(len(text), np.bool_)
         for start, stop in encoding.offsets:
             seen[start:stop] = True
         visible = np.array([not character.isspace() for character in text], np.bool_)
-        drops = self._lost.possible and self._lost.unknown is None and self._encode_one(text).lost
-        return int(visible.sum()), int((visible if drops else visible & seen).sum())
+        return int(visible.sum()), int((visible & seen).sum())
 
     def encode_markup(self, text: str) -> TokenArray:
         """Returns the token ids of a text in which special tokens of the vocabulary are meant as such.
@@ -190,18 +176,12 @@ class Tokenizer:
         """
         self._inner.encode_special_tokens = False
         try:
-            encoded = self._encode_one(text)
+            tokens = self._encode_one(text)
         finally:
             self._inner.encode_special_tokens = True
-        lost = encoded.lost
-        if lost and self._lost.unknown is None:  # characters were looked up one by one: exclude those of special tokens
-            plain = text
-            for special in self._inner.get_added_tokens_decoder().values():
-                plain = plain.replace(special.content, "")
-            lost = self._encode_one(plain).lost
-        if lost:
+        if self.unknown in tokens.tolist():
             raise TokenizerError(f"the tokenizer lacks characters of the marker {text!r}: {ANOTHER_TOKENIZER}")
-        return encoded.tokens
+        return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of token ids; special tokens appear by name."""
@@ -218,6 +198,21 @@ def ids_of(inner: TokenizerJson, text: str, kind: str) -> list[int]:
         ) from error
     ids: list[int] = encoding.ids
     return ids
+
+
+def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> int | None:
+    """Returns the id of the unknown token; None if there is none. Raises TokenizerError for BPE that drops what it lacks."""
+    model, known = content["model"], inner.model.token_to_id
+    unknown: int | None = model.get("unk_id") if model.get("unk_token") is None else known(model["unk_token"])
+    of_bytes = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else []
+    if '"ByteLevel"' in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")]):
+        of_bytes = [*byte_vocabulary()]
+    complete = bool(of_bytes) and all(known(byte) is not None for byte in of_bytes)
+    if unknown is None and isinstance(inner.model, models.BPE) and not complete:
+        raise TokenizerError(
+            f"it drops characters that its vocabulary lacks without a trace: set unk_token in its model, or {ANOTHER_TOKENIZER}"
+        )
+    return unknown
 
 
 def same_tokens(one: str, other: str) -> bool:

@@ -45,11 +45,9 @@ class Part:
     trained_tokens: int = 0
     longest_name: str = ""
     longest_length: int = 0
-    characters: int = 0
-    lost_characters: int = 0
-    lossy_documents: int = 0
-    lossiest_name: str = ""
-    lossiest_characters: int = 0
+    unknown_tokens: int = 0
+    unknown_documents: int = 0
+    unknown_name: str = ""
     dropped_documents: int = 0
     truncated_documents: int = 0
     spelled_documents: int = 0
@@ -65,7 +63,7 @@ class Part:
 
 
 SUMS = (
-    *("documents", "tokens", "trained_tokens", "characters", "lost_characters", "lossy_documents", "dropped_documents"),
+    *("documents", "tokens", "trained_tokens", "unknown_tokens", "unknown_documents", "dropped_documents"),
     *("truncated_documents", "spelled_documents", "straddling_tokens", "empty_thoughts", "weighted_documents"),
 )
 """Numbers of a part that add up to those of the store."""
@@ -151,7 +149,7 @@ class _PartWriter:
     """Writes one Arrow stream file, one record batch at a time."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool) -> None:
-        self._file = file
+        self._file, self._unknown = file, tokenizer.unknown
         self._schema = store_schema(tokenizer, weighted)
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
@@ -187,12 +185,10 @@ class _PartWriter:
         part.trained_tokens += int(targets.sum())
         if (longest := int(lengths.max())) > part.longest_length:
             part.longest_length, part.longest_name = longest, names[int(lengths.argmax())]
-        lost = np.array([row.lost for row in rows], np.int64)
-        part.characters += sum(row.characters for row in rows)
-        part.lost_characters += int(lost.sum())
-        part.lossy_documents += int((lost > 0).sum())
-        if (most := int(lost.max())) > part.lossiest_characters:
-            part.lossiest_characters, part.lossiest_name = most, names[int(lost.argmax())]
+        unknown = [0 if self._unknown is None else int((row.tokens == self._unknown).sum()) for row in rows]
+        part.unknown_tokens += sum(unknown)
+        part.unknown_documents += sum(map(bool, unknown))
+        part.unknown_name = part.unknown_name or next((name for name, count in zip(names, unknown, strict=True) if count), "")
         spelled = [row.document.name for row in rows if row.spelled]
         part.spelled_documents += len(spelled)
         part.spelled_name = part.spelled_name or next(iter(spelled), "")

@@ -214,7 +214,7 @@ def test_a_template_that_takes_texts_gets_the_arguments_as_given(
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ('{"a": 1e5, "b": [1e5, -2.50E-3, 7]}', '{"a": 1e5, "b": [1e5, -2.50E-3, 7]}'),
+        ('{"a": 1e5, "b": [1e5, -2.50E-3, 7]}', '{"a": 100000.0, "b": [100000.0, -0.0025, 7]}'),
         ('{"a":2}', '{"a": 2}'),
         ("", "{}"),
         (" ", "{}"),
@@ -222,7 +222,7 @@ def test_a_template_that_takes_texts_gets_the_arguments_as_given(
     ],
 )
 @pytest.mark.parametrize("marked", [False, True])
-def test_other_templates_get_objects_with_the_same_digits(
+def test_other_templates_get_objects(
     checkpoints: dict[str, Path], tmp_path: Path, arguments: str, shown: str, marked: bool
 ) -> None:
     template = (
@@ -240,21 +240,6 @@ def test_other_templates_get_objects_with_the_same_digits(
     shared = [{"from": "human", "value": "Q"}, turn]
     if not marked:
         assert shown in learnt(made(tmp_path, [{"conversations": shared}], checkpoints["Qwen 3"], template))
-
-
-def test_a_template_that_writes_numbers_in_its_own_way_gets_numbers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """A text between other quotes would be wrong; digits that change are named."""
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}"
-        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% for key, value in call.function.arguments.items() %}"
-        "{{ key }}={% if value is string %}<q>{{ value }}<q>{% else %}{{ value }}{% endif %};{% endfor %}{% endfor %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    store = made(tmp_path, [{"messages": asked('{"a": 5.50, "b": "x", "c": 2.5}')}], checkpoints["SmolLM2"], template)
-    assert learnt(store) == f"adda=5.5;b=<q>x<q>;c=2.5;{END}"
-    assert store.manifest.left_out == {"digits of tool_calls": 1}
-    store = made(tmp_path, [{"messages": asked('{"a": 5.5}')}], checkpoints["SmolLM2"], template)
-    assert learnt(store) == f"adda=5.5;{END}" and not store.manifest.left_out
 
 
 @pytest.mark.parametrize("content", ["", "I ask."])

@@ -242,41 +242,39 @@ def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:
     assert new.tokenizer.fingerprint == new.manifest.tokenizer_fingerprint
 
 
-def letters(folder: Path, unknown: str | None) -> str:
+def letters(folder: Path) -> str:
     """Writes a tokenizer.json that has only the letters a to z."""
     from tokenizers import Tokenizer as TokenizerJson
     from tokenizers import models
 
     vocabulary = {chr(97 + number): number for number in range(26)} | {"</s>": 26, "<unk>": 27}
-    TokenizerJson(models.BPE(vocabulary, [], unk_token=unknown, fuse_unk=True)).save(str(folder / "letters.json"))
+    TokenizerJson(models.BPE(vocabulary, [], unk_token="<unk>")).save(str(folder / "letters.json"))
     return str(folder / "letters.json")
 
 
-@pytest.mark.parametrize("unknown", ["<unk>", None])
-def test_lost_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], unknown: str | None) -> None:
+def test_lost_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["plain words", "Grüße", "日本" * 5 + "more plain words", "the end"]
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text} for text in texts])
-    command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", letters(tmp_path, unknown)]
+    command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", letters(tmp_path)]
     for made in (True, False):
         assert main([*command, "--json"]) == 0
         printed = capsys.readouterr()
         summary = json.loads(printed.out)
-        assert (summary["made"], summary["characters"], summary["lost_characters"]) == (made, 45, 13)
-        assert "warning: the tokenizer lacks 13 of 45 characters of the text (28.89%" in printed.err
-        assert "in 2 of 4 documents, most in s.jsonl:3 (10)" in printed.err and "--tokenizer bpe or bytes" in printed.err
+        assert (summary["made"], summary["tokens"], summary["unknown_tokens"]) == (made, 53, 17)
+        assert "warning: 17 of 53 tokens are unknown ones, for text that the tokenizer lacks, in 4 of 4" in printed.err
+        assert "documents; the first is s.jsonl:1" in printed.err and "--tokenizer bpe or bytes" in printed.err
     for tokenizer in ("bpe", "bytes"):
         assert main([*command[:-1], tokenizer, "--overwrite"]) == 0
         assert not capsys.readouterr().err
         assert Store.open(tmp_path / "out").manifest.loss == ""
 
 
-@pytest.mark.parametrize("unknown", ["<unk>", None])
-def test_text_that_is_mostly_lost_is_refused(tmp_path: Path, unknown: str | None) -> None:
+def test_text_that_is_mostly_lost_is_refused(tmp_path: Path) -> None:
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "日" * 980}, {"text": "plain words"}])))
     with pytest.raises(
-        TokenizerError, match=r"lacks 980 of 990 characters .*more than half of the text must be kept: use a tokenizer"
+        TokenizerError, match=r"981 of 993 tokens are unknown ones.*more than half of the text must be kept: use a tokenizer"
     ):
-        prepare(source, tmp_path / "out", tokenizer=letters(tmp_path, unknown))
+        prepare(source, tmp_path / "out", tokenizer=letters(tmp_path))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["letters.json", "s.jsonl"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerJson
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import models, pre_tokenizers
 
 from longctx.data.chat import ChatML
 from longctx.data.messages import parse_messages
@@ -26,8 +26,8 @@ BYTES = Tokenizer.bytes()
 @given(text=st.text())
 @example(text=END_OF_DOCUMENT)
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
-    tokens, *lost = tokenizer.encode_batch([text])[0]
-    assert tokens.tolist() == tokenizer.encode(text).tolist() and lost == [0, 0]
+    (tokens,) = tokenizer.encode_batch([text])
+    assert tokens.tolist() == tokenizer.encode(text).tolist() and tokenizer.unknown is None
     assert tokenizer.decode(tokens) == text
     assert tokenizer.end_of_document not in tokens
     assert tokens.dtype == np.uint16
@@ -119,30 +119,37 @@ PIECES: list[tuple[str, float]] = [("<unk>", 0.0), *((piece, -1.0) for piece in 
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "text", "characters", "lost"),
+    ("model", "pre_tokenizer", "text", "unknown"),
     [
-        # One unknown token for all of a text, for a word, or for each character; white space is not counted.
-        (tokenizer_of(models.WordLevel(LETTERS, unk_token="<unk>")), "abc déf ü" * 100, 700, 700),
-        (tokenizer_of(models.WordLevel(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace()), "a fün b\n日本 c", 8, 5),
-        (tokenizer_of(models.WordPiece(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace()), "a fün b", 5, 3),
-        (tokenizer_of(models.BPE(LETTERS, [], unk_token="<unk>")), "abc déf", 6, 2),
-        (tokenizer_of(models.BPE(LETTERS, [], unk_token="<unk>", fuse_unk=True)), "abc日本語 ed", 8, 3),
-        (tokenizer_of(models.Unigram(PIECES, 0, False), pre_tokenizers.Metaspace()), "abxx cz", 6, 3),
-        # Without an unknown token BPE says nothing; its offsets are then wrong.
-        (tokenizer_of(models.BPE(LETTERS, []), pre_tokenizers.Metaspace()), "日日ab f cé", 7, 4),
-        (tokenizer_of(models.BPE(LETTERS, [])), "日本" * 50, 100, 100),
-        (tokenizer_of(models.BPE({"</s>": 0, "a</w>": 1, "b": 2}, [], end_of_word_suffix="</w>")), "bac", 3, 1),
-        (tokenizer_of(models.BPE(LETTERS, []), normalizer=normalizers.NFKC()), "ａｂ ｚ", 3, 1),
-        # Half of a character is no character: ü is the bytes Ã and ¼.
-        (tokenizer_of(models.BPE(LETTERS, []), pre_tokenizers.ByteLevel(add_prefix_space=False)), "aübc", 4, 1),
-        (tokenizer_of(models.BPE(LETTERS | HEX, [], byte_fallback=True)), "abc日本", 0, 0),
-        (tokenizer_of(models.BPE(LETTERS | {"<0xC3>": 9}, [], byte_fallback=True)), "abÃü", 4, 1),
-        (tokenizer_of(models.BPE(LETTERS | {"<0xC3>": 9}, [], unk_token="<unk>", byte_fallback=True)), "abÃü", 4, 1),
+        # One unknown token for all of a text, for a word, or for each character.
+        (models.WordLevel(LETTERS, unk_token="<unk>"), None, "abc déf ü", 1),
+        (models.WordLevel(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace(), "a fün b\n日本 c", 2),
+        (models.WordPiece(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace(), "a fün b", 1),
+        (models.BPE(LETTERS, [], unk_token="<unk>"), None, "abcdéf", 2),
+        (models.BPE(LETTERS, [], unk_token="<unk>", fuse_unk=True), None, "abc日本語ed", 1),
+        (models.Unigram(PIECES, 0, False), pre_tokenizers.Metaspace(), "abxx cz", 2),
+        (models.BPE(LETTERS | {"<0xC3>": 9}, [], unk_token="<unk>", byte_fallback=True), None, "abÃü", 1),
+        (models.BPE(LETTERS | HEX, [], byte_fallback=True), None, "abc日本", 0),
     ],
 )
-def test_lost_characters_are_counted(tokenizer: Tokenizer, text: str, characters: int, lost: int) -> None:
-    assert tokenizer.encode_batch([text, ""], workers=2)[0][1:] == (characters, lost)
-    assert tokenizer.encode_batch([""])[0][1:] == (0, 0)
+def test_unknown_tokens_are_known(model: Any, pre_tokenizer: Any, text: str, unknown: int) -> None:
+    tokenizer = tokenizer_of(model, pre_tokenizer)
+    assert tokenizer.encode(text).tolist().count(-1 if tokenizer.unknown is None else tokenizer.unknown) == unknown
+
+
+@pytest.mark.parametrize(
+    ("model", "pre_tokenizer"),
+    [
+        (models.BPE(LETTERS, []), pre_tokenizers.Metaspace()),
+        (models.BPE(LETTERS, []), pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        (models.BPE(LETTERS | {"<0xC3>": 9}, [], byte_fallback=True), None),
+    ],
+)
+def test_a_tokenizer_that_drops_characters_is_refused(model: Any, pre_tokenizer: Any) -> None:
+    with pytest.raises(
+        TokenizerError, match="drops characters that its vocabulary lacks without a trace: set unk_token in its"
+    ):
+        tokenizer_of(model, pre_tokenizer)
 
 
 def test_a_tokenizer_that_cannot_encode_a_text_says_so() -> None:
@@ -150,11 +157,10 @@ def test_a_tokenizer_that_cannot_encode_a_text_says_so() -> None:
         tokenizer_of(models.WordLevel({"a": 0, "</s>": 1})).encode("ab")
 
 
-@pytest.mark.parametrize("unknown", ["<unk>", None])
-def test_conversations_need_their_markers(unknown: str | None) -> None:
-    """Roles encoded as unknown tokens, or not at all, could not be distinguished."""
+def test_conversations_need_their_markers() -> None:
+    """Roles encoded as unknown tokens could not be distinguished."""
     vocabulary = LETTERS | {letter: 20 + number for number, letter in enumerate("fghijklmnopqrstuvwxyzGAß.B_? ü\nI")}
-    inner = TokenizerJson(models.BPE(vocabulary, [], unk_token=unknown))
+    inner = TokenizerJson(models.BPE(vocabulary, [], unk_token="<unk>"))
     messages = parse_messages(CONVERSATION)
     contents = [np.zeros(1, np.uint16)] * len(messages)
     with pytest.raises(TokenizerError, match=r"lacks characters of the marker '<\|im_start\|>system.n': use a tokenizer"):
@@ -185,7 +191,7 @@ def test_unusable_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 def test_only_the_assistants_tokens_are_targets(tokenizer: Tokenizer) -> None:
     messages = parse_messages(CONVERSATION)
-    contents = [text.tokens for text in tokenizer.encode_batch([message["content"] for message in messages])]
+    contents = tokenizer.encode_batch([message["content"] for message in messages])
     tokens, trained = ChatML(tokenizer).join(messages, contents, {2, 4})
     expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert tokenizer.decode(tokens) == expected
@@ -199,7 +205,7 @@ def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer = Tokenizer(inner.to_str())
     messages = parse_messages(CONVERSATION)
-    contents = [text.tokens for text in tokenizer.encode_batch([message["content"] for message in messages])]
+    contents = tokenizer.encode_batch([message["content"] for message in messages])
     tokens, trained = ChatML(tokenizer).join(messages, contents, {2, 4})
     stop = tokenizer.encode_markup("<|im_end|>")
     assert len(stop) == 1
