@@ -33,13 +33,7 @@ from longctx.attention.huggingface_check import (
     longest_exact,
     refuse_arguments,
 )
-from longctx.attention.huggingface_masks import (
-    BidirectionalMask,
-    CausalMask,
-    describe_either_mask,
-    describe_mask,
-    one_window,
-)
+from longctx.attention.huggingface_masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
 from longctx.attention.huggingface_seq2seq import ROLES, ByRole, attend_by_role, attention_inputs, check_seq2seq
 from longctx.attention.linear import Recurrence, not_compiled
 from longctx.attention.linear.huggingface import linear_layers, replace_linear, restore_linear

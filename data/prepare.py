@@ -21,12 +21,7 @@ from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE, Document
-from longctx.data.manifest import (
-    TOKENIZER,
-    TOKENIZER_FILES,
-    Manifest,
-    StoreError,
-)
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
 from longctx.data.request import StoreRequest

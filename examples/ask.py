@@ -1,9 +1,11 @@
-"""Answers a message by a checkpoint, with transformers: echo 'What is a ring?' | python examples/ask.py MODEL"""
+"""Answers a message by a checkpoint, with transformers: python examples/ask.py MODEL 'What is a ring?', or from standard input."""
 
 import sys
 
 from transformers import TextStreamer, pipeline
 
-generator = pipeline("text-generation", sys.argv[1])
+checkpoint, *message = sys.argv[1:]
+generator = pipeline("text-generation", checkpoint)
 streamer = TextStreamer(generator.tokenizer, skip_prompt=True, skip_special_tokens=True)
-generator([{"role": "user", "content": sys.stdin.read()}], streamer=streamer, do_sample=False, max_new_tokens=60)
+conversation = [{"role": "user", "content": " ".join(message) or sys.stdin.read()}]
+generator(conversation, streamer=streamer, do_sample=False, max_new_tokens=60)

@@ -25,13 +25,7 @@ from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import attention_requests, join_run
-from longctx.training.checks import (
-    changes_of_optimizer,
-    check_export,
-    check_groups,
-    check_model,
-    check_vocabulary,
-)
+from longctx.training.checks import changes_of_optimizer, check_export, check_groups, check_model, check_vocabulary
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import state_bytes

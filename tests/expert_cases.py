@@ -196,19 +196,6 @@ def chosen_experts(store: Path, run: Path, settings: list[str]) -> list[tuple[An
     return found
 
 
-def balanced_step(folder: Path, settings: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, float], list[torch.Tensor]]:
-    """Gradients, statistics and biases of a step on a checkpoint, run by transformers' own code."""
-    from tests.pretrained_cases import _gradient, make_batch, make_trainer
-
-    trainer = make_trainer(folder, ["model.implementation=transformers", *settings])
-    batch = make_batch(dist.get_world_size(), dist.get_rank())
-    trainer.passes.forward_backward(batch)
-    gradients = {name: _gradient(weight) for name, weight in trainer.model.named_parameters()}
-    found = trainer.passes.balance.end_step()
-    trainer.passes.balance.move_biases()
-    return gradients, found, [getattr(*router.bias) for router in trainer.passes.balance.routers if router.bias is not None]
-
-
 def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     from tests.pretrained_cases import largest_error
 

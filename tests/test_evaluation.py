@@ -12,13 +12,7 @@ from longctx.cli import main
 from longctx.data.store import Store
 from longctx.evaluation.loss import LossPart
 from tests import launched
-from tests.evaluation_cases import (
-    FOR_CHECKPOINTS,
-    losses,
-    plain_losses,
-    save_checkpoint,
-    train_checkpoint,
-)
+from tests.evaluation_cases import FOR_CHECKPOINTS, losses, plain_losses, save_checkpoint, train_checkpoint
 from tests.marks import slow_unless
 from tests.training_cases import make_store, train_then_save
 from tests.workers import Workers

@@ -13,14 +13,11 @@ from longctx.memory.loads import Load
 from longctx.memory.model import estimate
 from longctx.model import experts
 from longctx.model.balance import RowDocuments
-from longctx.model.options import ROUTERS, WITH_BIAS
 from longctx.model.presets import PRESETS
 from tests.expert_cases import (
     TINY_MOE,
-    balanced_step,
     chosen_experts,
     inputs,
-    largest_error,
     moe_steps,
     reference,
     routed,
@@ -285,25 +282,6 @@ def test_checkpoints_continue_under_other_splits(store: Path, tmp_path: Path, wo
     for one, other in zip(wanted, alone, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", ROUTERS)
-def test_checkpoints_of_transformers_are_balanced_too(workers: Workers, tmp_path: Path, kind: str) -> None:
-    """Gradients are those without losses, plus those of the losses over whole documents; equal on every number of ranks."""
-    from tests.family_cases import build
-
-    build(kind, "eager").save_pretrained(tmp_path / kind)
-    losses = ["balance.document_loss=0.3", "balance.z_loss=0.2", *["balance.bias_rate=0.01"] * (kind in WITH_BIAS)]
-    plain, _, _ = workers.run(balanced_step, 1, tmp_path / kind, [])[0]
-    wanted, counts, biases = workers.run(balanced_step, 1, tmp_path / kind, losses)[0]
-    assert counts["document_loss"] and counts["z_loss"] and counts["expert_layers"]
-    routers = [name for name in wanted if name.endswith(("gate.weight", "router.weight"))]
-    assert routers and all((wanted[name] - plain[name]).norm() > 0.01 * plain[name].norm() for name in routers)
-    assert (kind in WITH_BIAS) == bool(biases) and all((bias.abs() == 0.01).any() for bias in biases)
-    found, others, moved = workers.run(balanced_step, 3, tmp_path / kind, losses)[0]
-    assert largest_error(found, wanted) < 1e-4
-    assert others == pytest.approx(counts, rel=1e-5)
-    assert all(torch.equal(a, b) for a, b in zip(biases, moved, strict=True))
 
 
 def test_a_checkpoint_without_native_decoder_cannot_be_split(tmp_path: Path) -> None:

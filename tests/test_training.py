@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from longctx.training.data import choose_max_length
-from longctx.training.health import Spikes
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint, saving
@@ -332,15 +330,6 @@ def test_a_step_without_targets_updates_nothing(workers: Workers, store: Path, t
     for _, _, third in workers.run(training_cases.without_targets_in_step_3, 2, store, tmp_path, settings):
         assert third.skipped and math.isnan(third.loss) and third.target_tokens == 0
         assert third.console().startswith("step 3 without targets: lr ") and third.console().endswith(" skipped")
-
-
-def test_spikes_are_marked() -> None:
-    random, spikes = Random(0), Spikes()
-    for step in range(60):
-        values = {"loss": 5 - step / 50 + random.gauss(0, 0.1), "time": random.lognormvariate(0, 0.05)}
-        found = spikes.of(values | ({"loss": 7.5} if step == 30 else {"time": 3.0} if step == 40 else {}))
-        assert found == {30: ["loss"], 40: ["time"]}.get(step, []), step
-    assert spikes.of({"loss": float("nan"), "grad_norm": 1e9}) == ["loss"], "a norm that was never seen is not compared"
 
 
 def test_ranks_that_disagree_on_the_plan(workers: Workers, store: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.cost.bounds import tight_bound_s
     from longctx.planning.planners.bins import derived_bins
     from longctx.planning.planners.planner import make_plan
-    from longctx.plots.bins import fill_bins, print_bins
     from longctx.training.run_profile import preset_profile
 
     check_picture(arguments.png)
@@ -94,12 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
     baseline = _fixed_static(plan, step.longest)
     bins = None
     if plan.mode == "bins":
-        bins = fill_bins(plan, arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank))
+        bins = arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank)
     if arguments.png:
         _save(plan, baseline, f"lengths: {step.source}; times: modelled, profile {planned.name}", arguments.png)
     print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
-        more = {} if bins is None else {"bins": [asdict(row) for row in bins]}
+        more = {} if bins is None else {"bins": bins}
         print(json.dumps({**plan.to_json(), "tight_bound_s": tight_bound_s(plan), **more}))
     else:
         from rich.console import Console
@@ -109,7 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console()
         draw_plan(plan, console, step.source, baseline)
         if bins is not None:
-            print_bins(bins, console)
+            rows = (f"    {longest}: {degree}" for longest, degree in bins.items())
+            print(
+                "\n# {longest document: degree}, as settings of a run", "context:", "  mode: bins", "  bins:", *rows, sep="\n"
+            )
     return 0
 
 

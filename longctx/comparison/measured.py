@@ -110,30 +110,18 @@ class MeasuredComparison:
     def to_json(self) -> dict[str, Any]:
         """Returns plain data: summary and steps of every mode."""
         baseline = self.baseline
-        return {
-            "version": 1,
-            "ranks": self.ranks,
-            "tokens_per_rank": self.tokens_per_rank,
-            "warmup": self.warmup,
-            "baseline": baseline.mode,
-            "loss_difference": self.loss_difference,
-            "loss_tolerance": self.loss_tolerance,
-            "losses_equal": self.losses_equal,
-            "ended_early": self.ended_early,
-            "modes": [
-                {
-                    "mode": mode.mode,
-                    "median_s": mode.median_s,
-                    "total_s": mode.total_s,
-                    "predicted_s": mode.predicted_s,
-                    "prediction_error": mode.prediction_error,
-                    "speedup": mode.times_as_fast_as(baseline),
-                    "predicted_speedup": mode.times_as_fast_as(baseline, "predicted_s"),
-                    "steps": list(mode.steps),
-                }
-                for mode in self.modes
-            ],
-        }
+        known = {name: value for name, value in vars(self).items() if name != "modes"}
+        names = ("mode", "median_s", "total_s", "predicted_s", "prediction_error")
+        modes = [
+            {
+                **{name: getattr(mode, name) for name in names},
+                "speedup": mode.times_as_fast_as(baseline),
+                "predicted_speedup": mode.times_as_fast_as(baseline, "predicted_s"),
+                "steps": list(mode.steps),
+            }
+            for mode in self.modes
+        ]
+        return {"version": 1, **known, "losses_equal": self.losses_equal, "baseline": baseline.mode, "modes": modes}
 
 
 def train_in_turn(

@@ -6,14 +6,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from longctx.comparison.modelled import (
-    SPEEDUPS,
-    TITLES,
-    PlannerRow,
-    degree_of,
-    most_speedup,
-    over_fixed_without_barriers,
-)
+from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow, degree_of, most_speedup, over_fixed_without_barriers
 
 OVER = {
     "speedup_over_fixed": "speedup over fixed static (one degree for all steps)",

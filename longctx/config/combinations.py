@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from longctx.config.problems import Problem, yaml_text
 from longctx.config.run import SECTIONS, Config
 from longctx.model.context_extension import ROPE_SETTINGS
-from longctx.model.options import ROUTERS, WITH_BIAS
 from longctx.model.presets import EXPERT_OPTIONS, ModelShape
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse
@@ -107,28 +106,13 @@ def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
     return getattr(getattr(config, section), key)
 
 
-def _router(config: Config, spec: ModelSpec) -> str:
-    """Returns which code runs the routers of experts: native, transformers (if it can be watched) or none."""
-    if spec.largest_layer.routed.experts:
-        return "native"
-    return "transformers" if _model_type(config) in ROUTERS else "none"
-
-
 def _router_bias(config: Config, spec: ModelSpec) -> bool:
     """Returns whether routers have a bias; no family of checkpoints that the native decoder runs has one."""
-    if config.model.from_pretrained is None:
-        return config.model.sizes().router_bias
-    return not spec.largest_layer.routed.experts and _model_type(config) in WITH_BIAS
-
-
-def _model_type(config: Config) -> str | None:
-    files = config.model_source().files
-    return None if files is None else str(files.config.get_text_config().model_type)
+    return config.model.from_pretrained is None and config.model.sizes().router_bias
 
 
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.routed.experts),
-    "the router": ("model.num_experts", _router),
     "the bias of the router": ("model.router_bias", _router_bias),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.scan for layer in spec.layers)),
 }
@@ -219,14 +203,9 @@ def _experts() -> Iterator[Row]:
     yield Row("parallel.expert_max_load is not 2.0", whole, "it has no effect, as experts are not split over ranks")
     yield Row("train.float8 is not null", EXPERTS, "float8 is not supported for mixtures of experts")
     yield Row("train.compile is true", EXPERTS, "numbers of rows of experts depend on data")
-    families = f"only experts of the native decoder, and of model_type {', '.join(ROUTERS)}, can be balanced"
     for name in BALANCE:
-        yield Row(f"{name} > 0", Where("the router is none"), families)
-        yield Row(f"{name} > 0", LORA, "LoRA freezes routers")
-        watched = Where(f"{name} > 0 and the router is transformers", (f"{name}=0.0",))
-        yield Row("train.compile is true", watched, "blocks of checkpoints whose routers are watched cannot be compiled")
-        yield Row("train.mlp_tile_tokens is not null", watched, "watched routers cannot run in tiles in transformers' own code")
-    no_bias = "the bias of the router is false and the router is not none and model.from_pretrained is"
+        yield Row(f"{name} > 0", NO_EXPERTS, "only experts of the native decoder are balanced (model.implementation native)")
+    no_bias = "the bias of the router is false and the number of experts > 0 and model.from_pretrained is"
     yield Row("balance.bias_rate > 0", Where(f"{no_bias} null", ("model.router_bias=true",)), "the router has no bias to move")
     yield Row("balance.bias_rate > 0", Where(f"{no_bias} not null"), "the router has no bias to move")
 

@@ -86,19 +86,13 @@ class Config(BaseModel):
         default = 0.0 if self.model.from_pretrained is not None else 0.001
         return default if self.balance.bias_rate is None else self.balance.bias_rate
 
-    @property
-    def watches_checkpoint(self) -> bool:
-        """Whether balance terms are added to a checkpoint's model, whose blocks are then not compiled."""
-        balanced = self.balance.document_loss or self.balance.z_loss or self.balance.bias_rate
-        return self.model.from_pretrained is not None and bool(balanced)
-
     def compiles(self, device: str, spec: ModelSpec | None = None) -> bool:
         """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
         # Experts and linear attention are not compiled; tiles would compile every block again for every
         # number of tiles.
-        if device != "cuda" or self.watches_checkpoint:
+        if device != "cuda":
             return False
         if spec is not None and any(layer.routed.experts or layer.scan for layer in spec.layers):
             return False

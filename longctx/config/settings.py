@@ -395,7 +395,7 @@ class LogSection(Section):
     """log to Weights & Biases: {project: mine, name: first, entity: team, tags: [long]}; only the project must be given, the
     name is otherwise that of the run folder; requires the package wandb (null: none)"""
     every: Count = 1
-    """steps between lines on the console, which also shows the first and the last step, those with a validation, a spike or no
+    """steps between lines on the console, which also shows the first and the last step, those with a validation or without an
     update; metrics.jsonl has all steps"""
 
     @field_validator("wandb", mode="before")

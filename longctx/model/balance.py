@@ -11,12 +11,11 @@ have no gradient through the shares, so each rank then adds the gradients of its
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class RowDocuments:
     lengths: torch.Tensor
     split: int
     tokens: int
-
-    def with_rows(self, rows: int) -> "RowDocuments":
-        """Returns these documents with padding up to a number of rows."""
-        missing = rows - len(self.rows)
-        return replace(self, rows=F.pad(self.rows, (0, missing), value=len(self.lengths))) if missing else self
 
 
 class RouterWatch:

@@ -7,14 +7,8 @@ from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 
 ROPE_SETTINGS = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_factor",
-    "rope_original_length",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_beta_fast",
-    "rope_beta_slow",
+    *("rope_theta", "rope_scaling", "rope_factor", "rope_original_length"),
+    *("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow"),
 )
 """Settings of section `model` that can be combined with a checkpoint."""
 

@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from longctx.model.balance import RouterWatch, RowDocuments
-from longctx.model.experts import Router, SparseMLP
+from longctx.model.experts import MLP, Router, SparseMLP
 from longctx.model.families import expressed
 from longctx.model.family import Family
-from longctx.model.mlp import MLP
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention, AttentionByLayer, Head, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate

@@ -16,13 +16,29 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from longctx.model.balance import RouterWatch, RowDocuments
-from longctx.model.mlp import MLP
 from longctx.model.presets import ModelShape
 
 Routes = tuple[torch.Tensor, torch.Tensor]
 """Chosen experts and their weights, [tokens, experts per token]."""
 Send = Callable[[torch.Tensor, torch.Tensor, "SparseMLP"], torch.Tensor]
 """Function of hidden states [tokens, hidden] and chosen experts → their outputs [tokens · experts per token, hidden]."""
+
+
+class MLP(nn.Module):
+    """The gated MLP of blocks and of shared experts: SwiGLU (Shazeer, 2020), `width` wide."""
+
+    def __init__(self, shape: ModelShape, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, shape.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+        return out
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) * up
 
 
 class Router(nn.Linear):

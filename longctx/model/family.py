@@ -21,45 +21,17 @@ from longctx.model.presets import EXPERT_OPTIONS, ModelShape, NoNativeModel
 from longctx.model.rope_fields import rope_fields, rope_of
 
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "tie_word_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("rms_norm_eps", "tie_word_embeddings"),
 )
 """Fields with the same names in configs and shapes."""
-HARMLESS = frozenset(
-    {
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
+_HARMLESS = """
+    architectures attn_implementation auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype eos_token_id
+    id2label initializer_range label2id max_position_embeddings max_window_layers model_type name_or_path output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type return_dict tokenizer_class torch_dtype transformers_version
+    use_cache
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 """Fields of configs that do not change what a model of these families computes; nor do fields that begin with `_`."""
 ACTIVATIONS = ("silu", "swish")
 """Names of the decoder's activation in configs."""
@@ -200,7 +172,6 @@ class Family:
             "sliding_window": self.windows != "none",
             "layer_types": self.windows == "named",
             "partial_rotary_factor": getattr(config, "partial_rotary_factor", None) in (None, 1.0),
-            "use_bidirectional_attention": not getattr(config, "use_bidirectional_attention", None),
         }
         known |= {name for name, is_known in fields.items() if is_known}
         known |= set() if self.experts is None else self.experts.fields

@@ -20,12 +20,11 @@ from torch.nn import functional as F
 from longctx.attention.huggingface import Rings, check_length, packing_from_layout, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
 from longctx.errors import brief
-from longctx.model.balance import RouterWatch, RowDocuments
+from longctx.model.balance import RowDocuments
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion
 from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
-from longctx.model.options import ROUTERS
 from longctx.model.protocol import Head, MakeAttention, Model
 from longctx.model.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.planning.cost.spec import ModelSpec
@@ -107,9 +106,6 @@ class TransformersModel(Model):
         if is_vision(self.hf):
             self.tower = tower_blocks(self.hf)
             self.spec = replace(self.spec, tower_parameters=sum(weight.numel() for weight in weights_of_images(self.hf)))
-        self._documents: RowDocuments | None = None
-        """Documents of the micro-batch that runs."""
-        self._routers = self._watch_routers()
         self.plain_head = False
         """Whether logits are just hidden states times the output weight."""
         self.kinds: frozenset[Kind] = frozenset()
@@ -124,7 +120,6 @@ class TransformersModel(Model):
         documents: RowDocuments | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
-        self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         arguments = {"input_ids": row(tokens), "use_cache": False, "ring_attention": attention}
         arguments |= {} if positions is None else {"position_ids": row(positions)}
         if head is None:
@@ -144,28 +139,6 @@ class TransformersModel(Model):
             return logits
         finally:
             self.hf._modules[prefix] = base
-
-    def routers(self) -> list[RouterWatch]:
-        return self._routers
-
-    def _watch_routers(self) -> list[RouterWatch]:
-        """Returns watches of all routers, which run with them."""
-        watches = []
-        router: Any
-        for router in self.layers.modules():
-            if type(router).__name__ not in ROUTERS.values():
-                continue
-            biased = "e_score_correction_bias" in dict(router.named_buffers())
-            bias = (router, "e_score_correction_bias") if biased else None
-            watch = RouterWatch(router.num_experts, router.top_k, "sigmoid" if biased else "softmax", bias)
-
-            def hook(_: nn.Module, __: Any, out: Any, watch: RouterWatch = watch) -> Any:
-                logits, weights, chosen = out
-                return logits, watch(weights, logits, chosen, self._documents), chosen
-
-            router.register_forward_hook(hook)
-            watches.append(watch)
-        return watches
 
     def attention(self, make: MakeAttention) -> Rings:
         """As `Model.attention`, for each kind of layer; made before the layers run, as torch.compile would trace it."""

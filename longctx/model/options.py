@@ -1,19 +1,9 @@
-"""What settings offer beside shapes, without torch: LoRA's options, and the models of transformers with routers to watch."""
+"""What settings offer beside shapes, without torch: LoRA's options."""
 
 from dataclasses import dataclass
 
 from longctx.errors import UserError
 
-ROUTERS = {
-    "mixtral": "MixtralTopKRouter",
-    "qwen3_moe": "Qwen3MoeTopKRouter",
-    "olmoe": "OlmoeTopKRouter",
-    "gpt_oss": "GptOssTopKRouter",
-    "deepseek_v3": "DeepseekV3TopkRouter",
-}
-"""Model types, and classes of their routers, which return logits, weights and chosen experts."""
-WITH_BIAS = ("deepseek_v3",)
-"""Model types whose routers have a bias that only chooses experts."""
 ALL_LINEAR = "all-linear"
 
 

@@ -14,14 +14,8 @@ MOST_ENTRIES = (1 << 31) - 1
 WIDEST, MOST_LAYERS, MOST_EXPERTS = 1 << 20, 10_000, 1 << 16
 """Maxima of widths and heads, layers, and experts: far above any model, and low enough to compute with at once."""
 EXPERT_OPTIONS = {
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "first_dense_layers",
-    "router_scores",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "router_bias",
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "first_dense_layers"),
+    *("router_scores", "norm_topk_prob", "routed_scaling_factor", "router_bias"),
 }
 """Options of shapes that have no effect without experts."""
 

@@ -1,9 +1,7 @@
-"""Health of a run: losses that are not finite, copies of weights that differ, and steps far above those before them."""
+"""Health of a run: losses and gradients that are not finite."""
 
 import math
 import sys
-from collections import deque
-from statistics import median
 
 import torch
 
@@ -14,10 +12,6 @@ from longctx.parallel.mesh import Mesh
 
 MOST_SKIPPED = 3
 """Steps in a row that may have no update with `train.on_nonfinite: skip`."""
-WINDOW, FEWEST = 50, 20
-"""Steps to compare a step with, and the fewest of them."""
-DEVIATIONS, SHARE = 6.0, 0.2
-"""A spike is more median absolute deviations, and a larger share, above the median."""
 
 
 class NonFiniteLoss(UserError):
@@ -57,27 +51,3 @@ class FiniteLoss:
         if self.mesh.world_rank == 0:
             print(f"longctx train: {what}: no update. {documents}", file=sys.stderr, flush=True)
         return False
-
-
-class Spikes:
-    """Compares every step with the ones before it, as this process has seen them."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, deque[float]] = {}
-
-    def of(self, values: dict[str, float]) -> list[str]:
-        """Returns the names of values that are not finite or far above those of the steps before, and remembers the others."""
-        names = []
-        for name, value in values.items():
-            before = self._before.setdefault(name, deque(maxlen=WINDOW))
-            if not math.isfinite(value) or (len(before) >= FEWEST and value > _limit(before)):
-                names.append(name)
-            if math.isfinite(value):  # a spike too: at a new level they end
-                before.append(value)
-        return names
-
-
-def _limit(before: deque[float]) -> float:
-    usual = median(before)
-    spread = median(abs(value - usual) for value in before)
-    return usual + max(DEVIATIONS * spread, SHARE * abs(usual))

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.tree import NO_TREES, Trees
-from longctx.training.health import Spikes
 from longctx.training.objectives.balance import STATISTICS
 from longctx.units import format_bytes
 
@@ -70,7 +69,6 @@ class StepMetrics:
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
         skipped: True if weights and optimizer were not updated: loss or gradient was not finite, or there was no target.
-        spikes: which of loss, grad_norm and time/predicted time are far above recent steps.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
 
@@ -109,7 +107,6 @@ class StepMetrics:
     z_loss: float | None = _row("experts", "sum", default=None)
     computed_tokens: int | None = _row("train", default=None)
     skipped: bool = _row("train", default=False)
-    spikes: list[str] = field(default_factory=list)
     source_tokens: dict[str, int] | None = None
 
     @classmethod
@@ -165,7 +162,7 @@ class StepMetrics:
         validated = "" if self.validation_loss is None else f"\n  validation loss {self.validation_loss:.3f} "
         if validated:
             validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
-        marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
+        marked = " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
         merged = "" if not self.computed_tokens else f"merged {self.tokens / self.computed_tokens:.2f}x "
         learned = f"loss {self.loss:.3f} grad_norm {self.grad_norm:.2f}"
@@ -275,7 +272,6 @@ class MetricsLog:
         """
         self.path = folder / LOG
         self._every, self._shown = every, {after_step + 1, last_step}
-        self.spikes = Spikes()
         lines = list(read_log(self.path))
         kept = [line for step, line in lines if step is not None and step["step"] <= after_step]
         if damaged := sum(step is None for step, _ in lines[:-1]):  # a kill may cut the last one short
@@ -292,10 +288,7 @@ class MetricsLog:
         self.wandb_run = None if wandb is None else _start_wandb(wandb, folder, settings, resumes=after_step > 0)
 
     def write(self, metrics: StepMetrics) -> None:
-        seconds = (metrics.step_time_s - metrics.data_wait_s) / metrics.predicted_s
-        learned = {"loss": metrics.loss, "grad_norm": metrics.grad_norm} if metrics.target_tokens else {}
-        metrics = replace(metrics, spikes=self.spikes.of({**learned, "time": seconds}))
-        notable = metrics.spikes or metrics.skipped or metrics.validation_loss is not None
+        notable = metrics.skipped or metrics.validation_loss is not None
         if metrics.step % self._every == 0 or metrics.step in self._shown or notable:
             print(metrics.console(), flush=True)
         numbers = {name: None if isinstance(n, float) and not math.isfinite(n) else n for name, n in asdict(metrics).items()}

@@ -7,9 +7,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow
-from longctx.planning.plan import Plan
 from longctx.plots.charts import GRID, INK, STYLE, new_axes, svg_uri
-from longctx.plots.colours import by_class, class_name
 from longctx.plots.picture import Panel, draw_panels
 
 LOOKS = {
@@ -41,27 +39,6 @@ def speedup_lines(rows: Sequence[PlannerRow], speedup: str) -> str:
     return svg_uri(figure)
 
 
-def length_histogram(lengths: Sequence[int]) -> str:
-    """Draws the share of documents and of tokens by length, in bins from one power of two to the next."""
-    low = [length.bit_length() - 1 for length in lengths]
-    bins = range(min(low), max(low) + 1)
-    documents = [low.count(b) / len(lengths) for b in bins]
-    tokens = [sum(s for s, value in zip(lengths, low, strict=True) if value == b) / sum(lengths) for b in bins]
-    return _pairs(
-        documents, tokens, [_power(b) for b in bins], "length of the document in tokens: from this value up to the next"
-    )
-
-
-def degree_histogram(plan: Plan) -> str:
-    """Draws the share of documents and of tokens by degree under a plan."""
-    classes = by_class(plan)
-    documents = [count / len(plan.lengths) for count, _ in classes.values()]
-    tokens = [count / sum(plan.lengths) for _, count in classes.values()]
-    return _pairs(
-        documents, tokens, [class_name(index) for index in classes], "degree: number of ranks that a document is split over"
-    )
-
-
 def timelines(panels: Sequence[Panel]) -> str:
     """Draws ranks over time under several plans of the same documents, one above the other on the same time axis."""
     height = 2.6 * len(panels) + 0.9
@@ -69,21 +46,3 @@ def timelines(panels: Sequence[Panel]) -> str:
         figure = Figure(figsize=(11, height), facecolor="none")
         draw_panels(figure, panels, top=1.0, bottom=0.9 / height, rasterized=True)
     return svg_uri(figure)
-
-
-def _pairs(documents: Sequence[float], tokens: Sequence[float], names: Sequence[str], label: str) -> str:
-    figure, axes = new_axes(9.2, 2.9)
-    at = range(len(names))
-    axes.bar([i - 0.2 for i in at], documents, width=0.38, color="#8fbfe0", label="share of documents")
-    axes.bar([i + 0.2 for i in at], tokens, width=0.38, color="#1f5c99", label="share of tokens")
-    axes.set_xticks(at, names)
-    axes.set_xlabel(label)
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.grid(axis="y", color=GRID)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    return svg_uri(figure)
-
-
-def _power(exponent: int) -> str:
-    """2^10 → 1k, 2^20 → 1M."""
-    return str(1 << exponent) if exponent < 10 else f"{1 << exponent - 10}k" if exponent < 20 else f"{1 << exponent - 20}M"

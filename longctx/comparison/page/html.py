@@ -45,7 +45,7 @@ class Comparison:
 def render(comparison: Comparison) -> str:
     """Returns the page as HTML text."""
     c = comparison
-    sections = [_summary(c), _setting(c), *_at_reference(c), _timelines(c), *_by_ranks(c), _documents(c), _method(c)]
+    sections = [_summary(c), _setting(c), *_at_reference(c), _timelines(c), *_by_ranks(c), _method(c)]
     return page(f"Dynamic against static context parallelism: {c.source}", sections)
 
 
@@ -128,22 +128,6 @@ def _by_ranks(c: Comparison) -> Iterator[str]:
         "Speedup over the best static degree of every step by ranks",
         "The same plans, over the fastest static plan of every step: the best of all degrees, searched for each step.",
     )
-
-
-def _documents(c: Comparison) -> str:
-    auto = c.plans["auto"]
-    lengths = figure(
-        figures.length_histogram(auto.lengths),
-        "How long the documents are",
-        "Share of the documents, and of their tokens, by length (first step). Where the two differ, a few long documents hold "
-        "much of the work. Attention makes them weigh even more: it grows with the square of the length.",
-    )
-    degrees = figure(
-        figures.degree_histogram(auto),
-        "Which degrees auto gives them",
-        f"Share of the same documents and tokens by the number of ranks that auto splits them over ({auto.winner}).",
-    )
-    return f"<h2>Documents and degrees</h2>{lengths}{degrees}"
 
 
 def _method(c: Comparison) -> str:
