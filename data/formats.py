@@ -50,7 +50,7 @@ UNSUPPORTED = {
     "chat_template_kwargs": "use --template-set, which applies to all conversations",
 }
 """Keys of conversations that are refused if they have a value, and the way out."""
-KTO = ("label", "kto_tag")
+MARKS = ("label", "kto_tag")
 """Keys that mark an answer as good or bad."""
 RATINGS = ("rating", "feedback")
 """Keys that mark an answer as bad by a word, false or -1; their numbers are of unknown scales."""
@@ -124,7 +124,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
         return [name for name in names if name in (*IDS_KEYS, "weight")]
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO, *RATINGS}
+    known = {"text", "input", "history", *_REQUIRED, *BESIDE, *REJECTED, *UNSUPPORTED, *MARKS, *RATINGS}
     return [name for name in names if _usual(name, names) in known]
 
 
@@ -168,9 +168,9 @@ def _refuse_marks(record: Mapping[str, Any]) -> None:
     """Raises FormatError for a rejected answer beside a conversation, and for marks of bad answers."""
     for key in filter(record.get, REJECTED):
         raise FormatError(f"`{key}` {PREFERENCE}")
-    for key in (*KTO, *RATINGS):
+    for key in (*MARKS, *RATINGS):
         mark = str(record.get(key)).lower().removesuffix(".0")
-        if mark in BAD or (key in KTO and mark in ("0", "1")):
+        if mark in BAD or (key in MARKS and mark in ("0", "1")):
             raise FormatError(
                 f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record or the key, or train with it "
                 f"inside TRL's KTOTrainer, {BY_ONE_CALL}"
@@ -207,7 +207,7 @@ def _conversation(
         format=kind,
         message_weights=weights,
     )
-    return document, {*used, *BESIDE, *(key for key in KTO if str(record.get(key)).lower() == "true")}
+    return document, {*used, *BESIDE, *(key for key in MARKS if str(record.get(key)).lower() == "true")}
 
 
 def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 FEATURES = {
     "images, videos": (r"image|video|vision|tower", r"\bimages?\b|\bvideos?\b|vision|tower|[Ii]mage[A-Z_s]|pixel"),
-    "masked encoders": (r"masking|pooling|encoders\.py", r"\bmask(ed|ing)\b|Masking|pool_documents|is_masked"),
+    "masked encoders": (r"masking|pooling|encoders\.py", r"\bmask(ed|ing)\b|Masking|pool_documents|predicts_masked"),
     "preference pairs": (r"preference", r"preference|\bdpo\b|\bDpo|\.pairs\b|\bPAIRS\b|rejected|chosen.*rejected"),
     "encoder-decoders": (
         r"seq2seq|trainers/pairs|parts\.py",

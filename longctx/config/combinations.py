@@ -137,7 +137,7 @@ def _rows() -> Iterator[Row]:
     yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")
     for name in sorted(ModelShape.model_fields.keys() - set(ROPE_SETTINGS)):
         yield Row(f"model.{name} is not null", CHECKPOINT, "sizes are taken from the checkpoint")
-    yield from _objectives()
+    yield from _lora()
     yield from _data()
     yield from _parallelism()
     yield from _experts()
@@ -145,7 +145,7 @@ def _rows() -> Iterator[Row]:
     yield from _speed()
 
 
-def _objectives() -> Iterator[Row]:
+def _lora() -> Iterator[Row]:
     for setting in ("alpha is not null", "target_modules is not all-linear"):
         yield Row(f"lora.{setting}", NO_LORA, "it has no effect without LoRA")
     yield Row("lora.base is not null", NO_LORA, "weights that are trained cannot be quantized")

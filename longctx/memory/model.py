@@ -105,7 +105,7 @@ class Weights:
         whole = matrices // split + layer.other_parameters + layer.adapters.parameters
         self.block = whole - experts + experts // expert_ranks
         embedding = spec.vocabulary_parameters // split
-        positions = spec.position_parameters // split if first else 0
+        positions = spec.encoder_root_parameters // split if first else 0
         vocabulary_matrices = first + last - (first and last and spec.tie_word_embeddings)
         self.root = vocabulary_matrices * embedding + (spec.hidden_size if last else 0)
         self.root += positions

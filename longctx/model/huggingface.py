@@ -32,7 +32,9 @@ from longctx.planning.cost.spec import ModelSpec
 OURS = "hf."
 """Prefix of the parameters of the model of transformers in `TransformersModel`."""
 PROBED = 16
+"""Tokens on which the head is compared with transformers' forward."""
 ENCODERS = "; encoders are trained on masked tokens inside transformers.Trainer, by dynamic_context_parallel (docs/trainers.md)"
+"""End of a sentence on an encoder."""
 
 
 @dataclass(frozen=True, eq=False)

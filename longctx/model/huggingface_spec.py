@@ -66,7 +66,7 @@ def spec_of_seq2seq(hf: Any) -> ModelSpec:
         encoder_layers=len(read),
     )
     whole = sum(parameter.numel() for parameter in hf.parameters())
-    return replace(spec, position_parameters=whole - spec.parameters)  # the encoder's embedding and last norm
+    return replace(spec, encoder_root_parameters=whole - spec.parameters)  # the encoder's embedding and last norm
 
 
 def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:

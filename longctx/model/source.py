@@ -121,7 +121,7 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, entrie
             f"transformers' own code cannot split a model over ranks: {UNSPLIT}, or choose model.implementation native"
         )
     if implementation == "transformers" or (implementation == "auto" and not split):
-        return run_by_transformers(files, f"transformers' own code runs it, {why}")
+        return transformers_source(files, f"transformers' own code runs it, {why}")
     try:
         return NativeSource(files, f"the native decoder runs it, {why}")
     except NoNativeModel as error:
@@ -129,7 +129,7 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, entrie
         raise PretrainedError(f"the native decoder cannot run {source}: {error}; {ways}") from error
 
 
-def run_by_transformers(files: "CheckpointFiles", said: str = "") -> ModelSource:
+def transformers_source(files: "CheckpointFiles", said: str = "") -> ModelSource:
     """Returns a checkpoint that transformers' own code runs."""
     from longctx.model.huggingface import TransformersSource
 
@@ -146,10 +146,10 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
         raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
     from longctx.model.huggingface import open_checkpoint
 
-    return run_with_adapters(open_checkpoint(source, rope), lora, dtype)
+    return adapted_source(open_checkpoint(source, rope), lora, dtype)
 
 
-def run_with_adapters(files: "CheckpointFiles", lora: Lora, dtype: str) -> ModelSource:
+def adapted_source(files: "CheckpointFiles", lora: Lora, dtype: str) -> ModelSource:
     """Returns a checkpoint with adapters, that transformers' own code runs."""
     import torch
 

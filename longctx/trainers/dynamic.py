@@ -31,7 +31,7 @@ from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
-from longctx.trainers.refusals import TrainerError, is_masked, needs_sequences, prepared_part, refuse
+from longctx.trainers.refusals import TrainerError, needs_sequences, predicts_masked, prepared_part, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
@@ -76,7 +76,7 @@ def dynamic_context_parallel(
     sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups, tower=tower, parts=spec.parts)
     with sharing.undo as undo:
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
-        sharing.masked = is_masked(models[0])
+        sharing.predicts_masked = predicts_masked(models[0])
         for model in models:
             undo.enter_context(_prepared(model))
         if needs_sequences(trainer):
@@ -127,7 +127,7 @@ def _prepared(model: Any) -> Iterator[None]:
             model.set_attn_implementation(ring)
 
     try:
-        prepare(model, causal=not is_masked(model))
+        prepare(model, causal=not predicts_masked(model))
     except HuggingFaceError as error:
         raise TrainerError(str(error)) from error
     if generate is not None:
@@ -177,7 +177,7 @@ def _spec_of(trainer: Any) -> ModelSpec:
             blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
     else:
         blocks = model.get_submodule(block_name(model))
-        spec = with_tower(spec_of(model, blocks, causal=not is_masked(model)), model)
+        spec = with_tower(spec_of(model, blocks, causal=not predicts_masked(model)), model)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         return with_adapters(spec, blocks, model)
     if is_vision(model):

@@ -32,7 +32,7 @@ def prepared_part(trainer: Any, model: Any) -> Any:
     return inner.get_base_model() if hasattr(inner, "peft_config") else inner
 
 
-def is_masked(model: Any) -> bool:
+def predicts_masked(model: Any) -> bool:
     """Returns whether a model is an encoder that predicts masked tokens."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -67,7 +67,7 @@ def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[s
             f"{type(model).__name__} has accepts_loss_kwargs=False, with which the loss is a mean of the means of batches: set "
             "trainer.model_accepts_loss_kwargs = True before, for the mean over the tokens of a step"
         )
-    elif not trainer.model_accepts_loss_kwargs and not is_masked(model):
+    elif not trainer.model_accepts_loss_kwargs and not predicts_masked(model):
         yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
     images = {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ())
     if images and needs_sequences(trainer):
@@ -106,7 +106,7 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
 def _model_problems(trainer: Any) -> Iterator[str]:
     if trainer.model.config.is_encoder_decoder and (name := trainer_of_trl(trainer)):
         yield f"{name} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
-    if is_masked(prepared_part(trainer, trainer.model)) and (name := trainer_of_trl(trainer)):
+    if predicts_masked(prepared_part(trainer, trainer.model)) and (name := trainer_of_trl(trainer)):
         yield f"{name} trains causal models, but the model is an encoder: use transformers.Trainer with a collator that masks"
     if getattr(trainer.args, "predict_with_generate", False) and trainer.is_fsdp_enabled:
         yield "predict_with_generate calls parts of the model, whose weights FSDP keeps sharded: omit it, or use DDP"

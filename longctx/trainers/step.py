@@ -66,7 +66,7 @@ class Sharing:
         tower: its encoder, whose work is planned, too.
         seq2seq: the model of transformers, if it is an encoder-decoder.
         parts: see `make_plan`.
-        masked: whether the model is an encoder, whose labels are the masked tokens themselves.
+        predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
     """
 
     profile: HardwareProfile
@@ -83,7 +83,7 @@ class Sharing:
     tower: TowerSpeed | None = None
     seq2seq: Any = None
     parts: PartCosts = EQUAL_PARTS
-    masked: bool = False
+    predicts_masked: bool = False
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -174,9 +174,9 @@ class Sharing:
     def inputs(self, model: Any, batch: MicroBatch) -> dict[str, Any]:
         """Returns the arguments of a model's forward with labels, whose number trainers divide by themselves."""
         blocks = blocks_of(batch, self.vision)
-        targets = None if self.masked else 1
+        targets = None if self.predicts_masked else 1
         inputs = model_inputs(model, batch, targets, group=self.group, kernel=self.kernel, device=self.device, blocks=blocks)
-        if self.masked:
+        if self.predicts_masked:
             inputs["labels"] = batch.labels.to(self.device).unsqueeze(0)
         inputs.pop("num_items_in_batch", None)
         if isinstance(batch, WithImages):

@@ -74,7 +74,7 @@ class WholeSteps:
         """Sums the loss of an encoder over its labels and divides it as that of other models, which transformers sums itself:
         encoders take the mean over the masked tokens of a rank."""
         own: Any = super()
-        if not self.dynamic.masked:
+        if not self.dynamic.predicts_masked:
             return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs.pop("labels")[0]
         outputs = model(**inputs)
@@ -144,7 +144,7 @@ class WholeSteps:
     def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
         """Returns the same by row."""
         state, seq2seq = self.accelerator.gradient_state, self.dynamic.seq2seq
-        of_tokens = batch, self.dynamic.vision, self.dynamic.masked
+        of_tokens = batch, self.dynamic.vision, self.dynamic.predicts_masked
         rows = rows_of(*of_tokens) if seq2seq is None else rows_of_pairs(batch, seq2seq, training)
         if state.end_of_dataloader and (remainder := rows_of_last_batches(state.active_dataloader)):
             # accelerate fills the last batches of an epoch with rows of its first ones

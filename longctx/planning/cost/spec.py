@@ -163,7 +163,7 @@ class ModelSpec:
         vocab_size: entries of the embedding and of the output projection; None while no tokenizer is known.
         tie_word_embeddings: whether embedding and output projection are the same matrix.
         attention_softcap: tanh bound of attention scores; 0: no bound.
-        position_parameters: parameters of an encoder's embedding and last norm; 0 without.
+        encoder_root_parameters: parameters of an encoder's embedding and last norm; 0 without.
         frozen_tower: parameters of an encoder of images that are not trained, where there are no adapters.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
         encoder_layers: number of blocks of an encoder, the first of `layers`, which tokens of sources run through; those of
@@ -179,7 +179,7 @@ class ModelSpec:
     vocab_size: int | None
     tie_word_embeddings: bool
     attention_softcap: float = 0.0
-    position_parameters: int = 0
+    encoder_root_parameters: int = 0
     frozen_tower: int = 0
     causal: bool = True
     encoder_layers: int = 0
@@ -204,7 +204,7 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of all parameters, a tied embedding counted once. Needs `vocab_size`."""
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
-        outside = embeddings + self.position_parameters + self.hidden_size
+        outside = embeddings + self.encoder_root_parameters + self.hidden_size
         outside += self.tower_parameters + self.tower_adapters
         return sum(layer.parameters for layer in self.layers) + outside
 

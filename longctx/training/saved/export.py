@@ -27,7 +27,7 @@ from longctx.model.options import Lora
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
-from longctx.model.source import run_by_transformers, run_with_adapters
+from longctx.model.source import adapted_source, transformers_source
 from longctx.model.vision import VISION_CLASS, VISION_FAMILIES, is_vision_checkpoint
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.training.saved import checkpoint
@@ -184,7 +184,7 @@ def _build(saved: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
         if "transformers" in described:
             if source is None:
                 raise ExportError(f"{kept}, the config of the model, is missing: restore config.json and {DESCRIBED} there")
-            return run_by_transformers(source).build(), source
+            return transformers_source(source).build(), source
         shape = ModelShape.model_validate(described)
         if source is None:
             return Decoder(shape), None
@@ -210,7 +210,7 @@ def _adapted(described: dict[str, Any]) -> Model:
     if base.fingerprint != values["base_fingerprint"]:
         raise ExportError(f"{values['base']} has changed since the adapters were trained: restore the original base weights")
     with torch.device("meta"):
-        return run_with_adapters(base, lora, "float32").build()
+        return adapted_source(base, lora, "float32").build()
 
 
 def _to_write(
