@@ -70,7 +70,7 @@ def test_weights_of_messages_are_stored(tmp_path: Path, suffix: str) -> None:
         (0.5, "one<|im_end|>"),
         (1.0, "two<|im_end|>\n" + store.tokenizer.end_of_document_token),
     ]
-    assert store.manifest is not None and store.manifest.version == 2 and store.manifest.weighted_documents == 1
+    assert store.manifest is not None and store.manifest.weighted_documents == 1
     rows = datasets.load_from_disk(str(tmp_path / "store"))
     assert rows[0]["token_weights"] == weights_of(store)
 
@@ -103,7 +103,7 @@ def test_weights_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_stores_without_them_stay_as_they_are(tmp_path: Path) -> None:
     store = byte_store(tmp_path, [30, 40], conversations=1)
     manifest = json.loads((store.path / "manifest.json").read_text())
-    assert manifest["version"] == 1 and not store.weighted and store.token_weights(0, 0, 5) is None
+    assert not manifest["weighted_documents"] and not store.weighted and store.token_weights(0, 0, 5) is None
     assert "token_weights" not in datasets.load_from_disk(str(store.path)).column_names
 
 
