@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train finetune test test-all check format docs clean
+.PHONY: help train finetune test test-release check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -43,8 +43,8 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
-test-all: PYTEST_ARGS := -m "not gpu"
-test-all: test  ## The same with the slow tests, before a release; takes hours
+test-release: PYTEST_ARGS := -m "not gpu"
+test-release: test  ## The same with pages, examples, wheels, benchmarks and all that is slow; takes hours
 
 check: $(VENV)/installed-dev  ## Lint, check the format and the types
 	$(BIN)/ruff check .

@@ -197,7 +197,7 @@ def run_checked(call: Callable[..., Any], name: str, **arguments: Any) -> Any:
     """Returns the output of the model `name`. Turns any exception into a HuggingFaceError."""
     try:
         return call(**arguments)
-    except HuggingFaceError:
+    except UserError:
         raise
     except Exception as error:  # models may raise anything for inputs that they were not written for
         text = " ".join(str(error).split())[:160]

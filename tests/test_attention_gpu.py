@@ -17,6 +17,8 @@ import attention_gpu
 from longctx.attention.kernels import KERNELS, cpu
 from longctx.attention.segments import Segments
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -17,6 +17,8 @@ from longctx.planning.planners.search import search
 from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.step import Step
 
+pytestmark = pytest.mark.slow
+
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
 

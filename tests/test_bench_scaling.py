@@ -17,6 +17,8 @@ from longctx.planning.cost.model import score
 from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.plan import PlanError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_node_of_eight() -> None:
     machine = Machine.load(scaling.PROFILE)

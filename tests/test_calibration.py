@@ -131,7 +131,7 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert HardwareProfile.from_dict(json.loads(capsys.readouterr().out)["profile"]) == found
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks(workers: Workers, nodes: int) -> None:
     """On one node or two, both ranks get the same profile, and only the missing link is taken from the base profile."""
     more = ["train.recompute=full", "context.max_remote_tokens=64", "train.dtype=bfloat16"] if nodes == 2 else []
@@ -148,6 +148,7 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
     assert min(found["check"]["predicted_s"], found["check"]["measured_s"], profile.latency_s) > 0
 
 
+@pytest.mark.slow
 def test_tensor_ranks_share_the_nodes_of_the_base_profile(workers: Workers) -> None:
     """Nodes of 8 GPUs hold 4 ranks of the domain if each rank is two GPUs."""
     found, _ = workers.run(calibration_cases.measure_profile, 2, [0, 1], ["parallel.tensor_parallel_size=2"])

@@ -14,6 +14,8 @@ import pytest
 import cluster
 import namespaces
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(cluster.__file__)
 
 

@@ -178,6 +178,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
     return outputs
 
 
+@pytest.mark.slow
 def test_the_tour_of_the_readme(folder: Path) -> None:
     outputs = run_page(README, folder)
     assert len(outputs) == 5
@@ -195,6 +196,7 @@ def test_the_commands_of_a_page(page: Path, folder: Path) -> None:
 PYTHON = [(page, block) for page in PAGES for block in fences(page, "python") if block.startswith("import longctx")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "block"), PYTHON, ids=lambda value: value.name if isinstance(value, Path) else "")
 def test_python_blocks(page: Path, block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
@@ -273,6 +275,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 110
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]  # --quiet would hide warnings
     process = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)

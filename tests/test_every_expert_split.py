@@ -1,7 +1,7 @@
 """Mixtures of experts in every combination of expert and tensor ranks, pipeline, domain, mode and recomputation that eight
 processes can run: float32 steps as one process makes them, losses to 1e-5 relative and gradient norms to 1e-4.
 
-`make test` runs a subset on up to four processes with every option and number of expert ranks, for two steps. The rest is slow:
+`make test` has expert ranks in `tests.parity`, and losses of balance in `test_experts`. These are slow:
 
     EXPERT_SPLITS_TABLE=bench/results/expert-splits python -m pytest tests/test_every_expert_split.py -m slow -k covering
     EXPERT_SPLITS_TABLE=bench/results/expert-splits python -m pytest tests/test_every_expert_split.py -m slow
@@ -94,6 +94,7 @@ def alone_smaller(workers: Workers, store: Path, tmp_path_factory: pytest.TempPa
     return workers.run(train, 1, store, tmp_path_factory.mktemp("smaller"), settings, 2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", QUICK, ids=name)
 def test_every_option(workers: Workers, store: Path, alone_smaller: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     assert_exact(split, workers.run(train, split.world, store, tmp_path, [*split.settings, SMALLER], 2)[0], alone_smaller)

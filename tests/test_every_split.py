@@ -1,8 +1,7 @@
 """Every combination of tensor ranks, pipeline, domain, planning mode, recomputation and resharding that eight processes can
 run: ten float32 steps as one process makes them, losses to 1e-5 relative and gradient norms to 1e-4.
 
-`make test` runs a subset that has every pair of options on up to four processes, and what the options lack, for two smaller
-steps. The rest is slow:
+`make test` has the same options in `tests.parity`, beside models and data. These are slow, those of two smaller steps less:
 
     SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow -k covering    # every pair of options
     SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow                # every combination
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from longctx.training.metrics import StepMetrics
-from tests.marks import slow_unless
 from tests.split_table import GRADIENT_NORM, LOSS, Table
 from tests.training_cases import make_store, train
 from tests.workers import Workers
@@ -132,7 +130,6 @@ LACKING = {
     ),
 }
 """Settings that are no options above, each with a split of them."""
-SLOW = "tensor parallel, replicated"  # `test_tensor` has it without recomputation
 
 
 def name(split: Split) -> str:
@@ -185,6 +182,7 @@ def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tm
     TABLE.measure(split, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", QUICK, ids=name)
 def test_every_pair(workers: Workers, store: Path, alone_smaller: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     """All ranks say the same, bit by bit."""
@@ -195,8 +193,9 @@ def test_every_pair(workers: Workers, store: Path, alone_smaller: list[StepMetri
         assert all(0 < m.predicted_bubble_share < 1 and 0 < m.bubble_share < 1 for m in everyones[0])
 
 
-@pytest.mark.parametrize("smaller", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_unless(lambda name: name != SLOW, LACKING))
+@pytest.mark.slow
+@pytest.mark.parametrize("smaller", [True, False])
+@pytest.mark.parametrize("name", LACKING)
 def test_what_the_options_lack(
     request: pytest.FixtureRequest, workers: Workers, store: Path, tmp_path: Path, name: str, smaller: bool
 ) -> None:

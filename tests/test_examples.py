@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from tests import launched
 from tests.workers import Workers
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAMES = ["huggingface_ring", "own_trainer"]
 TOLERANCE = 1e-5

@@ -24,6 +24,8 @@ from tests.huggingface_cases import build_model
 from tests.template_cases import FAMILIES
 from tests.workers import Workers
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

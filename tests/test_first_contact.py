@@ -19,6 +19,8 @@ from attention_times import FIRST, SMOKE
 from harness import Table, repeats
 from longctx.attention.kernels import KERNELS, KernelRequest, cpu
 
+pytestmark = pytest.mark.slow
+
 
 def run(patch: pytest.MonkeyPatch, out: Path, *options: str) -> int:
     """Runs the script as where there is no GPU. Returns its exit status."""

@@ -6,6 +6,8 @@ import pytest
 
 from tests.faults.inputs import FULL, Fuzzer
 
+pytestmark = pytest.mark.slow
+
 SHORT = {
     "configs": 100,
     "YAML texts": 60,

@@ -190,6 +190,7 @@ def test_padding_is_refused() -> None:
         model(**one_document(model), attention_mask=torch.tensor([[0] + [1] * 15]))
 
 
+@pytest.mark.slow
 def test_without_transformers_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['transformers'] = None; from longctx.attention.huggingface import prepare; prepare(None)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

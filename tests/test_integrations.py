@@ -28,6 +28,8 @@ from rivals import RIVALS
 from tests.marks import examples
 from tests.workers import Workers
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "integrations"
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

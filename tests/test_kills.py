@@ -8,6 +8,8 @@ from tests.faults import evidence as faults
 from tests.faults.kills import Killer, Soak
 from tests.faults.machine import FAULTS, Machine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:

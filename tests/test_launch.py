@@ -155,6 +155,7 @@ def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
     assert done.stderr.count("configuration file nowhere.yaml not found") == 1 and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_starts_its_processes(tmp_path: Path) -> None:
     """`train --processes 2` is a run on two ranks, which prints each line once."""
     run = tmp_path / "run"

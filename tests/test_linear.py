@@ -9,7 +9,7 @@ from longctx.attention.linear import Recurrence
 from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
 from tests.linear_cases import NAMES, RULES, gather, run_linear, token_by_token
-from tests.marks import examples
+from tests.marks import examples, slow_unless
 from tests.workers import Workers
 
 LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 90))
@@ -53,7 +53,7 @@ def test_every_degree(workers: Workers, degree: int, rule: str) -> None:
     check(workers, Case(4, lengths, tuple(placements), heads=2), 4, rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", slow_unless(lambda rule: rule == "kimi", RULES))
 def test_segments_of_several_lanes(workers: Workers, rule: str) -> None:
     """Segments of 18 and 36 chunks beside short ones."""
     check(workers, Case(2, (4400, 70, 2300), (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1))), 2, rule)

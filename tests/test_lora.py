@@ -22,7 +22,6 @@ from tests.lora_cases import (
     gathered_losses,
     loaded_by_peft,
     make_checkpoint,
-    reference,
     resumed,
     resuming_fails,
     run,
@@ -30,7 +29,6 @@ from tests.lora_cases import (
     run_with_checkpoints,
     settings_of,
 )
-from tests.marks import slow_unless
 from tests.memory_cases import peak_and_estimate
 from tests.training_cases import SMALL
 from tests.workers import Workers
@@ -54,54 +52,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def known() -> dict[str, Any]:
     """Results of one process, by type of model."""
     return {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "mode"),
-    [
-        *[("llama", 3, "auto"), ("mixtral", 3, "static"), ("gpt2", 2, "auto")],
-        *slow_unless(
-            lambda *_: False,
-            [
-                ("llama", 1, "degree 1"),
-                ("llama", 2, "static"),
-                ("llama", 2, "auto"),
-                ("llama", 3, "degree 1"),
-                ("mixtral", 2, "auto"),
-                ("gpt2", 3, "auto"),
-            ],
-        ),
-    ],
-)
-def test_steps_are_those_of_peft(
-    workers: Workers,
-    shorts: Path,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    known: dict[str, Any],
-    kind: str,
-    ranks: int,
-    mode: str,
-) -> None:
-    settings = settings_of(checkpoints[kind], *MODES[mode])
-    targets: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if kind == "mixtral" else "all-linear"
-    results = workers.run(run, ranks, shorts, tmp_path, settings)
-    if kind not in known:
-        known[kind] = results[0]["first"], *reference(checkpoints[kind], shorts, settings, results[0]["first"], targets)
-    first, losses, last = known[kind]
-    assert results[0]["first"].keys() == first.keys()
-    for name, value in results[0]["first"].items():
-        assert torch.equal(value, first[name]), f"{name} begins elsewhere on another number of ranks"
-        assert bool(value.any()) == ("lora_A" in name)
-    assert ranks == 1 or mode == "degree 1" or all(result["split"] for result in results)
-    assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
-    assert (ranks, mode) != (3, "degree 1") or any(result["empty"] for result in results)
-    for name, value in last.items():
-        error = (results[0]["last"][name] - value).norm() / value.norm()
-        assert error < 1e-3, (name, error)
-    for result in results:
-        assert result["frozen stays"]
-        assert result["dtypes"] == ({"torch.float32"}, {"torch.float32"})
 
 
 MOST = ["context.mode=auto", "batch.tokens_per_rank=200"]
@@ -159,23 +109,6 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
     full = [*settings, "lora.rank=null", "lora.alpha=null"]
     workers.run(run_with_checkpoints, 1, shorts, tmp_path / "full", full)
     assert "it was trained without LoRA" in workers.run(resuming_fails, 1, shorts, tmp_path / "full", settings)[0]
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *("train.recompute=full", "parallel.reduce_after=micro_batch"),
-        *slow_unless(lambda _: False, ["train.recompute=norms", "train.recompute=selective"]),
-    ],
-)
-def test_the_run_is_the_same_with(
-    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any], setting: str
-) -> None:
-    settings = settings_of(checkpoints["llama"], *MOST)
-    if "plain" not in known:
-        known["plain"] = workers.run(run, 2, shorts, tmp_path / "plain", settings, 3)[0]["losses"]
-    found = workers.run(run, 2, shorts, tmp_path / "other", [*settings, setting], 3)
-    assert gathered_losses(found) == pytest.approx(known["plain"], rel=1e-5)
 
 
 @pytest.mark.slow

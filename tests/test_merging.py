@@ -38,7 +38,7 @@ SPLITS = {
     "two tensor ranks": (4, ["batch.tokens_per_rank=400", "parallel.tensor_parallel_size=2"]),
     "a pipeline": (4, ["batch.tokens_per_rank=400", "parallel.pipeline_parallel_size=2"]),
 }
-FAST = ("alone", "three ranks")
+FAST = ("three ranks",)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,8 @@ def test_training_is_that_of_documents_apart(
         assert distance(found["weights"], apart["weights"]) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_adapters_and_linear_attention_train_as_on_documents_apart(
     workers: Workers, groups: Path, tmp_path: Path, kind: str
 ) -> None:

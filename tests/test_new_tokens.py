@@ -37,12 +37,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [
-        ("Llama 2", 1, []),
-        ("Qwen 2", 3, []),
-        ("Llama 2", 3, ["model.implementation=native"]),
+        ("Llama 2", 3, []),
         ("Llama 2", 2, ["parallel.tensor_parallel_size=2"]),
-        ("Qwen 2", 2, ["parallel.tensor_parallel_size=2"]),
-        ("Llama 2", 2, ["parallel.pipeline_parallel_size=2"]),
         ("Qwen 2", 2, ["parallel.pipeline_parallel_size=2"]),
     ],
 )

@@ -7,6 +7,8 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "tour.ipynb"
 
 

@@ -8,6 +8,8 @@ from PIL import Image
 
 import pictures
 
+pytestmark = pytest.mark.slow
+
 AGAIN = "draw it again: python bench/pictures.py docs"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

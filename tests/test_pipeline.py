@@ -48,8 +48,8 @@ TENSOR = "parallel.tensor_parallel_size=2"
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        ((2, pipeline(2)), (1, [LAYERS])),
-        ((1, [LAYERS]), (2, INTERLEAVED)),
+        pytest.param((2, pipeline(2)), (1, [LAYERS]), marks=pytest.mark.slow),
+        pytest.param((1, [LAYERS]), (2, INTERLEAVED), marks=pytest.mark.slow),
         ((3, [LAYERS, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), TENSOR])),
         pytest.param((6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), HALF]), marks=pytest.mark.slow),
     ],

@@ -2,7 +2,6 @@
 
 import shutil
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ from longctx.training.saved import checkpoint
 from tests.export_cases import untouched
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless
-from tests.pretrained_cases import SETTINGS, assert_step, largest_error, make_batch, make_trainer, reference, step, whole
+from tests.pretrained_cases import SETTINGS, largest_error, make_batch, make_trainer, reference, step, whole
 from tests.training_cases import make_store
 from tests.workers import Workers
 
@@ -43,13 +42,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind in KINDS:
         build_model(kind, "eager").save_pretrained(folder / kind)
     return {kind: folder / kind for kind in KINDS}
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks"), slow_unless(lambda kind, ranks: ranks == 3 and kind not in ("phi", "cohere"), product(KINDS, (1, 2, 3)))
-)
-def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], kind: str, ranks: int) -> None:
-    assert_step(workers.run(step, ranks, checkpoints[kind], []), reference(checkpoints[kind]))
 
 
 def test_blocks_compile_once_for_all_layers_of_a_kind(tmp_path: Path) -> None:
@@ -138,24 +130,7 @@ def test_weights_of_which_only_some_are_tied_are_refused(tmp_path: Path) -> None
         pretrained.__wrapped__(str(tmp_path), (), "auto", False)
 
 
-OPTIONS = {
-    "recompute": ["train.recompute=full"],
-    "recompute norms": ["train.recompute=norms"],
-    "recompute, attention kept": ["train.recompute=selective", "parallel.reshard_after=step"],
-    "MLP in tiles": ["train.mlp_tile_tokens=7", "context.keep_kv=true"],
-    "reduced in every micro-batch": ["parallel.reduce_after=micro_batch", "context.max_remote_tokens=8"],
-    "every rank holds all": ["parallel.shard_ranks=1"],
-    "Ulysses": ["context.ulysses_degree=2"],
-}
-ULYSSES = OPTIONS["Ulysses"]
-
-
-COMBINED = [(kind, name) for kind in ("llama", "gemma2", "mixtral") for name in OPTIONS]
-
-
-@pytest.mark.parametrize(("kind", "name"), slow_unless(lambda kind, _: kind == "mixtral", COMBINED))
-def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path], kind: str, name: str) -> None:
-    assert_step(workers.run(step, 2, checkpoints[kind], OPTIONS[name]), reference(checkpoints[kind]))
+ULYSSES = ["context.ulysses_degree=2"]
 
 
 def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:

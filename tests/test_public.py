@@ -11,6 +11,8 @@ import longctx
 from longctx.config import ConfigError
 from tests.training_cases import SMALL
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_public_name_is_there() -> None:
     assert set(longctx.__all__) <= set(dir(longctx))

@@ -1,6 +1,10 @@
 """Others' measurements beside our predictions: the page has all of them, as they are predicted now."""
 
+import pytest
+
 from bench.published import PAGE, replaced, rows, table_of
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_page_has_every_figure_as_it_is_predicted() -> None:

@@ -1,10 +1,7 @@
 """Quantized bases (QLoRA): equal to torchao and peft alone for every split over ranks; exports, memory, refusals."""
 
-import math
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,25 +10,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("torchao")
-from torchao.quantization import Int8Tensor, PerRow
-from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
 from longctx.model.lora import merge
-from longctx.model.quantized import BLOCK, QuantizedLinear
-from tests.lora_cases import (
-    gathered_losses,
-    make_checkpoint,
-    reference,
-    resumed,
-    resuming_fails,
-    run,
-    run_compiled,
-    run_with_checkpoints,
-    settings_of,
-)
+from longctx.model.quantized import QuantizedLinear
+from tests.lora_cases import make_checkpoint, resumed, resuming_fails, run, run_compiled, run_with_checkpoints, settings_of
 from tests.memory_cases import peak_and_estimate
+from tests.quantized_cases import expanded
 from tests.workers import Workers
 
 BASES = ("nf4", "int8")
@@ -44,26 +30,6 @@ MODES = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoints"), "llama")
-
-
-def by_torchao(weight: torch.Tensor, base: str) -> Any:
-    scales = math.gcd(weight.numel() // BLOCK, 256)
-    return to_nf4(weight, BLOCK, scales) if base == "nf4" else Int8Tensor.from_hp(weight, PerRow())
-
-
-def expanded(weight: torch.Tensor, base: str) -> torch.Tensor:
-    made = by_torchao(weight, base)
-    values: torch.Tensor = made.get_original_weight() if base == "nf4" else made.dequantize()
-    return values
-
-
-def quantize(base: str, hf: Any) -> None:
-    """Quantizes the blocks of a model by torchao: as its tensors in nf4, which have a backward, and as values in int8."""
-    for layer in hf.layers.modules():
-        if isinstance(layer, nn.Linear):
-            weight = layer.weight.detach()
-            kept = by_torchao(weight, base) if base == "nf4" else expanded(weight, base)
-            layer.weight = nn.Parameter(kept, requires_grad=False)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -89,27 +55,6 @@ def test_equal_weights_have_no_error(base: str, value: float) -> None:
     layer = QuantizedLinear(nn.Linear(64, 64), base)
     weight = torch.full((64, 64), value)
     torch.testing.assert_close(layer.unpack(layer.pack(weight)), weight)
-
-
-@pytest.mark.parametrize(
-    ("base", "ranks", "mode"), [("nf4", 1, "degree 1"), ("nf4", 2, "auto"), ("nf4", 3, "auto"), ("int8", 3, "auto")]
-)
-def test_steps_are_those_of_torchao_and_peft(
-    workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path, base: str, ranks: int, mode: str
-) -> None:
-    settings = settings_of(checkpoint, *MODES[mode], f"lora.base={base}")
-    results = workers.run(run, ranks, shorts, tmp_path, settings)
-    losses, last = reference(checkpoint, shorts, settings, results[0]["first"], quantize=partial(quantize, base))
-    plain, _ = reference(checkpoint, shorts, settings, results[0]["first"])
-    assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
-    assert losses != pytest.approx(plain, rel=1e-5), "a base that is not quantized would pass too"
-    assert ranks == 1 or all(result["split"] for result in results)
-    for name, value in last.items():
-        error = (results[0]["last"][name] - value).norm() / value.norm()
-        assert error < 1e-3, (name, error)
-    for result in results:
-        assert result["frozen stays"]
-        assert result["dtypes"] == ({"torch.float32", "torch.uint8"}, {"torch.float32"})
 
 
 def test_a_run_resumes_bit_by_bit_and_only_with_the_same_base(
@@ -159,15 +104,6 @@ def test_layers_without_adapters_are_quantized_too(checkpoint: Path) -> None:
     for name, weight in AutoModelForCausalLM.from_pretrained(checkpoint).named_parameters():
         expected = expanded(weight, "nf4") if name.endswith("proj.weight") else weight
         torch.testing.assert_close(merged[f"hf.{name}"], expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("setting", ["train.recompute=full", "train.recompute=norms", "parallel.reshard_after=step"])
-def test_the_run_is_the_same_with(workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path, setting: str) -> None:
-    settings = settings_of(checkpoint, *MODES["auto"], "lora.base=nf4", "train.recompute=none")
-    plain = workers.run(run, 2, shorts, tmp_path / "plain", settings)[0]["losses"]
-    assert gathered_losses(workers.run(run, 2, shorts, tmp_path / "other", [*settings, setting])) == pytest.approx(
-        plain, rel=1e-5
-    )
 
 
 @pytest.mark.slow

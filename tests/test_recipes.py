@@ -6,6 +6,8 @@ from bench import recipes
 from bench.recipes import FOLDER, MODELS, PAGE, RECIPES, Prediction, page, predict, replaced, stand_in
 from longctx.config import load
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS = {
     "meta-llama/Llama-3.1-8B": 8.03e9,
     "meta-llama/Llama-3.1-70B": 70.6e9,

@@ -84,7 +84,11 @@ def resumed(store: Path, run: Path, settings: list[str]) -> list[float]:
         return [trainer.step().loss for _ in range(3)]
 
 
-@pytest.mark.parametrize("settings", [[], ["parallel.tensor_parallel_size=2", "train.dtype=bfloat16"]], ids=["fsdp", "tensor"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param([], marks=pytest.mark.slow), ["parallel.tensor_parallel_size=2", "train.dtype=bfloat16"]],
+    ids=["fsdp", "tensor"],
+)
 def test_a_checkpoint_is_of_the_moment_when_it_began(
     workers: Workers, store: Path, tmp_path: Path, settings: list[str]
 ) -> None:

@@ -195,6 +195,7 @@ def step_of_the_example() -> tuple[float, dict[str, torch.Tensor], dict[int, int
     return loss, take_gradients(model), plan.degrees
 
 
+@pytest.mark.slow
 def test_the_example_equals_one_process(workers: Workers) -> None:
     example = load("encoder_decoder")
     model = example.build_model()

@@ -326,6 +326,7 @@ def test_records_that_do_not_fit_are_refused_before_the_first_step(tmp_path: Pat
         dynamic_context_parallel(ours, tokens_per_rank=100, profile=PROFILE)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny checkpoint, in float32, on a CPU."""
     import datasets

@@ -15,6 +15,8 @@ from longctx.data.sampler import held_out
 from longctx.data.store import Store, store_schema
 from tests.data_cases import byte_store
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

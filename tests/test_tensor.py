@@ -37,13 +37,6 @@ def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:
     assert [m.grad_norm for m in split] == pytest.approx([m.grad_norm for m in alone], rel=1e-4)
 
 
-def test_untied_embeddings(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """With hybrid sharding, where a weight is split over three axes of the mesh."""
-    alone = workers.run(train, 1, store, tmp_path / "alone", [UNTIED], 2)[0]
-    hybrid = ["batch.tokens_per_rank=1000", "parallel.shard_ranks=1", "parallel.reduce_after=micro_batch"]
-    assert_equal(workers.run(train, 4, store, tmp_path / "split", [TWO, UNTIED, *hybrid], 2)[0], alone)
-
-
 ODD = ["model.vocab_size=271", "model.intermediate_size=67", "model.hidden_size=37", "model.num_key_value_heads=4"]
 """Only the heads are divisible by the tensor ranks; no other size is, nor a tensor rank's part by the domain."""
 
@@ -176,6 +169,7 @@ def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_pa
     assert (tmp_path / "latest" / "state.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_a_ranks_own_heads(workers: Workers) -> None:
     two, _ = workers.run(calibration_cases.measure_profile, 2, [0, 1], [TWO])
     assert two["profile"]["kv_bytes_per_token"] == 2 * 8 * 4 * 3, "of one of two heads"

@@ -16,6 +16,8 @@ from PIL import Image
 
 from longctx.cli import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = "docs/timeline.png"
 COMMAND = f"longctx plan --mix wlb_128k --ranks 64 --tokens-per-rank 16384 --seed 2 --png {PICTURE}"

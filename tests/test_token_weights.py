@@ -22,6 +22,7 @@ from longctx.training.checks import check_model
 from longctx.training.data import RunData
 from longctx.training.objectives.objective import token_mean
 from tests.data_cases import byte_store, interrupt, made, random_plan, written
+from tests.marks import slow_unless
 from tests.template_cases import FAMILIES, chat
 from tests.training_cases import SMALL, load
 from tests.weight_cases import make_store, plain, records, run
@@ -169,7 +170,7 @@ def test_every_label_has_its_weight_on_some_rank(weighted: Path, seed: int, rank
     assert [*divisors] == pytest.approx([wanted.sum() or 1.0])
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "three", SPLITS))
 def test_loss_and_gradients_are_those_of_one_process_in_float64(
     workers: Workers, weighted: Path, tmp_path: Path, name: str
 ) -> None:

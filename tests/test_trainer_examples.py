@@ -12,6 +12,8 @@ from tests.encoder_cases import build_encoder
 from tests.test_trainers import as_rank_alone
 from tests.trainer_cases import conversations, model, preferences, tokenizer
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 QUESTIONS = [{"prompt": f"w{n} w{n + 1} w2", "answer": "w5"} for n in range(8)]

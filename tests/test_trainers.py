@@ -12,6 +12,7 @@ import torch
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from tests.marks import slow_unless
 from tests.trainer_cases import (
     DOCUMENTS,
     LONGEST,
@@ -75,7 +76,7 @@ def assert_equal(runs: list[dict[str, Any]], expected: dict[str, Any], weights: 
         assert error < weights * norm
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("ranks", "accumulation"), slow_unless(lambda *case: case[0] == 3, [(1, 1), (2, 3), (3, 2)]))
 def test_trainer_computes_what_one_plain_process_computes(
     workers: Workers, tmp_path: Path, ranks: int, accumulation: int
 ) -> None:
@@ -147,7 +148,7 @@ def test_a_data_set_that_is_streamed(workers: Workers, tmp_path: Path) -> None:
         assert len(logs[0]) == 5 and logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, [2, 3]))
 def test_predictions_come_back_to_the_ranks_of_their_rows(workers: Workers, tmp_path: Path, ranks: int) -> None:
     """`compute_metrics` and `predict` see the logits of whole documents, those without a target included."""
     runs = workers.run(train, ranks, tmp_path, "qwen2", 1, True, PREDICTING)
@@ -178,7 +179,7 @@ def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "options"),
     [
-        (2, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
         (3, 1, {}),
         (2, 1, {"lora": True, "gradient_checkpointing": True}),
         (2, 1, {"lora": "dora"}),
@@ -226,11 +227,16 @@ WHOLE_BATCHES = {"tokens_per_rank": 8 * LONGEST, "mode": "static", "degree": 2}
 """A budget with which a call is one micro-batch, whose graph is kept; otherwise there are several, which are recomputed."""
 
 
+APART = {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "options"),
     [
         ("DPO", 3, {}),
-        ("DPO", 2, {"budget": {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}}),
+        pytest.param(
+            "DPO", 2, {"budget": {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}}, marks=pytest.mark.slow
+        ),
         ("DPO", 2, {"budget": WHOLE_BATCHES, "lora": True}),
         ("DPO", 2, FSDP2),
         ("KTO", 2, {}),

@@ -178,7 +178,7 @@ def test_resume_if_any(
     assert "add --resume-if-any to start it again" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 2
     assert main([*command, "--resume-if-any"]) == 0
-    monkeypatch.setattr(checkpoint, "newest", lambda folder: (Checkpoint(folder, {"step": 4}), []))
+    monkeypatch.setattr(checkpoint, "newest", lambda folder: (Checkpoint(folder, {"step": 4}, {}), []))
     assert main([*command, "--resume-if-any"]) == 0
     assert found == [None, 4]
 

@@ -15,6 +15,8 @@ import torch
 
 import training_rows
 
+pytestmark = pytest.mark.slow
+
 Rows = list[dict[str, str]]
 STEP = {"step_time_s": 2.0, "peak_memory_bytes": 3 << 30}
 

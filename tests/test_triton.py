@@ -258,7 +258,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--heads", "128:128"),
+        pytest.param(("--heads", "128:128"), marks=pytest.mark.slow),
         pytest.param(("--heads", "64:64", "192:128", "256:256"), marks=pytest.mark.slow),
         pytest.param(("--heads", "256:256", "--softcap", "--gpus", "80", "89"), marks=pytest.mark.slow),
     ],

@@ -51,7 +51,7 @@ def test_a_step_is_that_of_single_documents(workers: Workers, tmp_path: Path, fa
     assert_step(runs, expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, [1, 2, 3]))
 @pytest.mark.parametrize("family", video_cases.FAMILIES)
 def test_a_step_with_videos_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
     """Images and videos in a document, and documents without, cut by the edges of rings."""
@@ -97,7 +97,7 @@ ADAPTERS = {"lora": r".*language_model.*\.(q_proj|v_proj)"}
     [
         pytest.param("llava", 2, {}, marks=pytest.mark.slow),
         ("qwen3_vl", 3, {}),
-        ("gemma3", 2, ADAPTERS),
+        pytest.param("gemma3", 2, ADAPTERS, marks=pytest.mark.slow),
         ("qwen2_5_vl", 2, {"videos": True}),
         pytest.param("qwen2_vl", 2, {"lora": "all-linear"}, marks=pytest.mark.slow),
     ],
@@ -269,6 +269,7 @@ def test_memory_counts_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     restore(ours)
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_runs(tmp_path: Path, repository: Path) -> None:
     page = (repository / "docs" / "vision.md").read_text("utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

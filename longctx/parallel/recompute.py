@@ -125,6 +125,9 @@ def unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_tiles(forward: Callable[..., torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def tiled(x: torch.Tensor) -> torch.Tensor:  # a function, as torch.compile would compile a partial again for every layer
-        return torch.cat([forward(tile) for tile in x.split(tokens, dim=-2)], dim=-2)
+        tiles = [forward(tile) for tile in x.split(tokens, dim=-2)]
+        if not isinstance(tiles[0], torch.Tensor):  # as experts of gpt-oss, with the scores of their router
+            raise UserError(f"train.mlp_tile_tokens is {tokens}, but MLPs of this model return more than a tensor: omit it")
+        return torch.cat(tiles, dim=-2)
 
     return tiled
