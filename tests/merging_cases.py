@@ -53,10 +53,3 @@ def train(store: Path, folder: Path, settings: list[str], resume: bool = False) 
     trainer.train()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {"rows": rows, "gradients": gradients, "weights": weights_of(trainer)[0]}
-
-
-def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Returns the relative distance of tensors, by norm over all."""
-    assert ours.keys() == theirs.keys()
-    squares = [((ours[name].double() - t.double()).square().sum(), t.double().square().sum()) for name, t in theirs.items()]
-    return float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)

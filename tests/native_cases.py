@@ -1,7 +1,6 @@
 """Checkpoints of transformers that the native decoder runs, and one step of the trainer on them, over several ranks that split
 matrices or layers."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,17 +8,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx.attention import Mask, PackedAttention, RingAttention, by_layer
-from longctx.config import load
-from longctx.data.packing import StepBatch, pack_documents
 from longctx.model.decoder import Decoder
 from longctx.model.pretrained_decoder import PretrainedDecoder
-from longctx.parallel.mesh import make_groups
 from longctx.planning.layout import Layout, Placement
-from longctx.training.build import sizes_of_groups
-from longctx.training.trainer import Trainer
-from tests.data_cases import placed_plan
-from tests.huggingface_cases import LENGTHS, SIZE, SPECIAL, make_documents
-from tests.pretrained_cases import PLACEMENTS_OF, SETTINGS, whole
+from tests.huggingface_cases import SIZE, SPECIAL
 
 Tensors = dict[str, torch.Tensor]
 BASE = {**SIZE, "num_hidden_layers": 4, "bos_token_id": None, "eos_token_id": 1}
@@ -118,32 +110,6 @@ def attention_of(model: Decoder, length: int) -> PackedAttention:
         return RingAttention(layout, mask=Mask(window=window))
 
     return by_layer([layer.window for layer in spec.layers], attend)
-
-
-def step(folder: Path, settings: list[str]) -> tuple[float, Tensors, Tensors]:
-    """Returns on each rank the loss of a step, all gradients and all weights, by the names of transformers."""
-    trainer = make_trainer(folder, settings)
-    model = trainer.model
-    assert isinstance(model, PretrainedDecoder)
-    weights = everyones(model, {name: whole(weight).clone() for name, weight in model.named_parameters()})
-    batch = make_batch(trainer)
-    losses = trainer.passes.forward_backward(batch)
-    counted = trainer.mesh.gather([float(losses.double().sum()) if trainer.mesh.counts else 0.0]).sum()
-    return float(counted), everyones(model, {name: whole(weight.grad) for name, weight in model.named_parameters()}), weights
-
-
-def make_trainer(folder: Path, settings: list[str]) -> Trainer:
-    given = [*SETTINGS, f"model.from_pretrained={folder}", *settings]
-    config = load(None, given, world_size=dist.get_world_size())
-    mesh = make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config))
-    return Trainer.build(config, mesh, config.model_source())
-
-
-def make_batch(trainer: Trainer) -> StepBatch:
-    mesh = trainer.mesh
-    plan = placed_plan(LENGTHS, mesh.ranks, PLACEMENTS_OF[mesh.ranks])
-    micro_batches, targets = pack_documents(plan, mesh.rank, make_documents(), pad_to_multiple_of=mesh.tensor.size())
-    return StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches))
 
 
 def everyones(model: PretrainedDecoder, tensors: Tensors) -> Tensors:

@@ -24,21 +24,10 @@ from longctx.training.data import plan_steps
 from longctx.training.metrics import mean_speed
 from longctx.training.objectives.objective import token_mean
 from tests.data_cases import PROFILE, byte_store, text_of, write_jsonl
-from tests.lora_cases import ALPHA, RANK, make_checkpoint, settings_of
-from tests.marks import examples, slow_unless
-from tests.merging_cases import APART, MERGED, SETTINGS, distance, make_group_store, train
+from tests.marks import examples
+from tests.merging_cases import APART, MERGED, SETTINGS, make_group_store, train
 from tests.training_cases import SMALL
 from tests.workers import Workers
-
-NATIVE = ["model.implementation=native", "batch.tokens_per_rank=250"]
-SPLITS = {
-    "alone": (1, ["batch.tokens_per_rank=800"]),
-    "two ranks": (2, ["batch.tokens_per_rank=400"]),
-    "three ranks": (3, ["batch.tokens_per_rank=250", "context.max_remote_tokens=200"]),
-    "two tensor ranks": (4, ["batch.tokens_per_rank=400", "parallel.tensor_parallel_size=2"]),
-    "a pipeline": (4, ["batch.tokens_per_rank=400", "parallel.pipeline_parallel_size=2"]),
-}
-FAST = ("three ranks",)
 
 
 @pytest.fixture(scope="module")
@@ -46,52 +35,12 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_group_store(tmp_path_factory.mktemp("groups"))
 
 
-@pytest.fixture(scope="module")
-def apart(workers: Workers, groups: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return workers.run(train, 1, groups, tmp_path_factory.mktemp("apart"), [APART, "batch.tokens_per_rank=1000"])[0]
-
-
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in FAST, SPLITS))
-def test_training_is_that_of_documents_apart(
-    workers: Workers, groups: Path, apart: dict[str, Any], tmp_path: Path, name: str
-) -> None:
-    """Of groups of weighted texts, with loss on what they share, of conversations of one prompt, and of documents alone."""
-    ranks, settings = SPLITS[name]
-    found = workers.run(train, ranks, groups, tmp_path / "run", [MERGED, *settings])[0]
-    for row, other in zip(found["rows"], apart["rows"], strict=True):
-        assert (row["tokens"], row["target_tokens"]) == (other["tokens"], other["target_tokens"])
-        assert row["computed_tokens"] < 0.8 * row["tokens"] and other["computed_tokens"] is None
-        assert ranks == 1 or any(int(degree) > 1 for degree in row["degrees"])
-        for key in ("loss", "grad_norm"):
-            assert row[key] == pytest.approx(other[key], rel=1e-6), key
-    first = found["rows"][0]
-    assert first["tokens_per_s_per_rank"] * first["step_time_s"] * ranks == pytest.approx(first["tokens"])
-    before, after = (sum(row[key] for row in found["rows"]) for key in ("tokens", "computed_tokens"))
-    assert mean_speed(tmp_path / "run").endswith(f"per step, {before:,} tokens merged to {after:,}")
-    assert all(row["padding_share"] == 0 for row in found["rows"]) or "tensor" in name
-    if len(found["gradients"]) == len(apart["gradients"]):  # not of a stage
-        assert distance(found["gradients"], apart["gradients"]) < 1e-6
-        assert distance(found["weights"], apart["weights"]) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_adapters_and_linear_attention_train_as_on_documents_apart(
-    workers: Workers, groups: Path, tmp_path: Path, kind: str
-) -> None:
-    settings = settings_of(make_checkpoint(tmp_path, kind), *SETTINGS, "batch.tokens_per_rank=400", "train.steps=1")
-    settings += [f"lora.rank={RANK}", f"lora.alpha={ALPHA}"] * (kind == "llama")
-    merged, apart = (workers.run(train, 2, groups, tmp_path / each, [*settings, each])[0] for each in (MERGED, APART))
-    assert merged["rows"][0]["computed_tokens"] < 0.8 * merged["rows"][0]["tokens"]
-    assert any(int(degree) > 1 for degree in merged["rows"][0]["degrees"])
-    for key in ("loss", "grad_norm"):
-        assert merged["rows"][0][key] == pytest.approx(apart["rows"][0][key], rel=1e-5), key
-    assert distance(merged["gradients"], apart["gradients"]) < 1e-5
-
-
 def test_a_run_resumes_bit_by_bit(workers: Workers, groups: Path, tmp_path: Path) -> None:
     settings = [MERGED, "batch.tokens_per_rank=400"]
     whole = workers.run(train, 2, groups, tmp_path / "run", settings)[0]
+    before, after = (sum(row[key] for row in whole["rows"]) for key in ("tokens", "computed_tokens"))
+    assert after < 0.8 * before
+    assert mean_speed(tmp_path / "run").endswith(f"per step, {before:,} tokens merged to {after:,}")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
     again = workers.run(train, 2, groups, tmp_path / "run", settings, True)[0]
     assert [row["loss"] for row in again["rows"]] == [row["loss"] for row in whole["rows"]]
