@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.optim import AdamW8bit
 
 from longctx.config.settings import OptimizerSection
@@ -13,6 +15,7 @@ from longctx.model.experts import Experts
 from longctx.model.protocol import generator_of
 from longctx.training.agreement import require_same_copies
 from longctx.training.optimizer import set_learning_rate, state_bytes
+from longctx.training.optimizers.eight_bit import EightBit, plain
 from tests.training_cases import start
 
 RATES = [0.01 / step for step in range(1, 11)]
@@ -101,3 +104,13 @@ def bytes_of_state(store: Path, run: Path, settings: list[str]) -> tuple[int, in
     spec = trainer.model.spec
     expected = state_bytes(trainer.config.optimizer, spec.trained_parameters, spec.trained_matrices)
     return sum(value.numel() * value.element_size() for value in values), expected
+
+
+def keys_of_moments(rows: int, columns: int) -> list[str]:
+    """Returns what this rank would save of a parameter of this size, sharded by rows over all ranks, after a step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = nn.Parameter(distribute_tensor(torch.randn(rows, columns), mesh, [Shard(0)]))
+    weight.grad = distribute_tensor(torch.randn(rows, columns), mesh, [Shard(0)])
+    optimizer = EightBit([weight], lr=0.1)
+    optimizer.step()
+    return sorted(plain({name: value for name, value in optimizer.state[weight].items() if name != "step"}))

@@ -16,7 +16,7 @@ from longctx.training.checks import changes_of_optimizer, check_groups
 from longctx.training.optimizer import learning_rate
 from longctx.training.run_profile import run_profile
 from tests.marks import slow_unless
-from tests.optimizer_cases import bytes_of_state, largest_error
+from tests.optimizer_cases import bytes_of_state, keys_of_moments, largest_error
 from tests.training_cases import train, train_then_save
 from tests.workers import Workers
 
@@ -54,6 +54,20 @@ def test_8_bit_weights_are_those_of_torchao_alone(workers: Workers, store: Path,
     ranks, settings = SPLITS[split]
     wide = ["model.moe_intermediate_size=256"] if "expert" in split else []
     assert max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *EIGHT_BIT, *wide], 2)) < 1e-6
+
+
+def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """A checkpoint of two tensor ranks goes on without them; a rank without rows, as of adapters, saves what others do."""
+    settings = [*EIGHT_BIT, "batch.tokens_per_rank=1500"]
+    whole = workers.run(train, 1, store, tmp_path / "whole", settings, 3)[0]
+    workers.run(train_then_save, 2, store, tmp_path / "saved", [*settings, "parallel.tensor_parallel_size=2"], 1)
+    again = workers.run(train, 1, store, tmp_path / "saved", settings, 2, True)[0]
+    assert [m.loss for m in again] == pytest.approx([m.loss for m in whole[1:]], rel=1e-5)
+    for keys in workers.run(keys_of_moments, 3, 2, 2048):
+        assert keys == ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"]
+    narrow = [*EIGHT_BIT, "parallel.tensor_parallel_size=2", "model.intermediate_size=256"]
+    with pytest.raises(AssertionError, match="a rank has 128 of 256 columns of a parameter, no multiple of 256"):
+        workers.run(train, 2, store, tmp_path / "narrow", narrow, 1)
 
 
 def test_8_bit_resumes_bit_by_bit_and_continues_on_other_ranks(workers: Workers, store: Path, tmp_path: Path) -> None:

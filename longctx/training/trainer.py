@@ -26,6 +26,7 @@ from longctx.training.health import FiniteLoss, NonFiniteLoss
 from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
 from longctx.training.passes import Passes
+from longctx.training.saved import checkpoint
 from longctx.training.saved.best import KEY
 from longctx.training.saved.saving import Saver
 from longctx.training.stop_signal import StopSignal
@@ -207,7 +208,15 @@ class Trainer:
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         longest = {"max_length": self.config.max_length(self.mesh.world_size)}  # all that is known without a loader
         data = longest if self.loader is None else self.loader.state_dict()
-        state = {"step": self.steps_done, "data": data, "model": self.model.describe(), "base": self.base, KEY: self.best}
+        state: dict[str, Any] = {
+            "step": self.steps_done,
+            "data": data,
+            "model": self.model.describe(),
+            "base": self.base,
+            KEY: self.best,
+        }
+        parts = self.mesh.gather_objects(checkpoint.without_moments(self.model, self.optimizer))
+        state[checkpoint.WITHOUT_MOMENTS] = sorted({name for part in parts for name in part})
         folder = self.saver.start(self.model, self.optimizer, state)
         if wait:
             self.saver.finish()

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from longctx.errors import UserError
 from longctx.parallel.sharding import local_part
 
 BLOCK = 256
@@ -17,12 +18,17 @@ SMALLEST = 4096
 
 
 class EightBit(AdamW8bit):  # type: ignore[misc]  # torchao is untyped
-    """torchao's AdamW, whose moments are in 8 bits where a rank's rows of a parameter consist of whole blocks."""
+    """torchao's AdamW, whose moments are in 8 bits where the rows of a parameter are whole blocks, however it is split."""
 
     def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
         local = local_part(p)
-        if p.numel() < SMALLEST or local.shape[-1] % BLOCK or not local.numel():
+        if not _in_8_bits(p) or not local.numel():
             return torch.zeros_like(p)
+        if local.shape[-1] % BLOCK:
+            raise UserError(
+                f"optimizer.name is adamw-8bit, but a rank has {local.shape[-1]} of {p.shape[-1]} columns of a parameter, no "
+                f"multiple of {BLOCK}, which have a common scale: lower parallel.tensor_parallel_size, or use adamw"
+            )
         zeros = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
         return like(p, zeros, p.shape) if isinstance(p, DTensor) else zeros
 
@@ -33,18 +39,25 @@ class EightBit(AdamW8bit):  # type: ignore[misc]  # torchao is untyped
             super().step(closure)
 
 
+def _in_8_bits(p: torch.Tensor) -> bool:
+    return p.numel() >= SMALLEST and p.shape[-1] % BLOCK == 0
+
+
 def plain(moments: dict[str, Any]) -> dict[str, Any]:
     """Returns moments by name, of which 8-bit ones are replaced by their codes and scales, in the same memory."""
     result = {}
     for name, value in moments.items():
         local = local_part(value)
-        if not isinstance(local, OptimState8bit):
+        *rows, columns = local.shape or (0,)
+        if isinstance(local, OptimState8bit):
+            codes, scale = local.codes, local.scale.view(*rows, columns // BLOCK)
+        elif value.dim() and _in_8_bits(value) and not local.numel():  # this rank has no rows, of which torchao makes none
+            codes, scale = local.to(torch.uint8), local.new_empty(*rows, columns // BLOCK)
+        else:
             result[name] = value
             continue
-        *rows, columns = local.shape
-        scale = local.scale.view(*rows, columns // BLOCK)
         whole = value.shape
-        result[f"{name}.codes"] = like(value, local.codes, whole) if isinstance(value, DTensor) else local.codes
+        result[f"{name}.codes"] = like(value, codes, whole) if isinstance(value, DTensor) else codes
         shape = torch.Size((*whole[:-1], whole[-1] // BLOCK))
         result[f"{name}.scale"] = like(value, scale, shape) if isinstance(value, DTensor) else scale
     return result

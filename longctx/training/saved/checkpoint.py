@@ -34,7 +34,7 @@ from longctx.checksums import damage, inside, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
-STATE = "state.json"
+STATE, WITHOUT_MOMENTS = "state.json", "without_moments"
 EARLIER, PREVIOUS = "to use an earlier checkpoint", "to --resume from the previous checkpoint"
 START_ANEW = "Restore one of them, or move the folder away to start from scratch"
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -238,8 +238,11 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     Weight decay, betas and other settings of `optimizer` are kept. Raises CheckpointError.
     """
     weights, optimizer_state = _state(model, optimizer)
-    saved = _parameters_with_moments(checkpoint.folder)
-    moments = {name: value for name, value in _moments(optimizer_state).items() if name.rpartition(".")[0] in saved}
+    saved, wanted = SavedWeights(checkpoint.folder).with_moments, _moments(optimizer_state)
+    known = saved | {f"state.{name}" for name in checkpoint.state[WITHOUT_MOMENTS]}
+    if lost := sorted({_parameter(name) for name in wanted} - known):
+        raise CheckpointError(f"{checkpoint.folder} is damaged: it has no moments of {lost[0]}. Move it away {PREVIOUS}")
+    moments = {name: value for name, value in wanted.items() if _parameter(name) in saved}
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     _load(state, checkpoint.folder, PREVIOUS, group)
     optimizer_state = {**optimizer_state, **state["optimizer"]}
@@ -247,13 +250,18 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
 
 
-def _parameters_with_moments(folder: Path) -> set[str]:
-    """Returns the names of the parameters that a checkpoint has moments of, as `state.NAME`: those that ever had a gradient.
+def without_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Returns the names of trained parameters that never had a gradient, as of an encoder of images, which reads no text.
 
-    The others, as of an encoder of images, which reads no text, keep moments of zero, which are those of the first step.
+    Their moments are zero, which are those of the first step.
     """
-    names = SavedWeights(folder).names
-    return {name.removeprefix("optimizer.").rpartition(".")[0] for name in names if name.startswith("optimizer.")}
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    return [name for name, weight in trained if weight not in optimizer.state]
+
+
+def _parameter(key: str) -> str:
+    """Returns `state.NAME` for the key of a moment: `state.NAME.exp_avg`, or of 8 bits `state.NAME.exp_avg.codes`."""
+    return key.removesuffix(".codes").removesuffix(".scale").rpartition(".")[0]
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -305,6 +313,12 @@ class SavedWeights:
             self._saved = TensorReader(folder).read_metadata().state_dict_metadata
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"{folder} is damaged: {error}. Move it away {EARLIER}") from error
+
+    @property
+    def with_moments(self) -> set[str]:
+        """Parameters that it has moments of, as `state.NAME`."""
+        names = (name for name in self.names if name.startswith("optimizer."))
+        return {_parameter(name.removeprefix("optimizer.")) for name in names}
 
     @property
     def names(self) -> list[str]:
