@@ -32,11 +32,13 @@ from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
 from longctx.training.build import sizes_of_groups
 from longctx.training.run import Run
+from longctx.training.saved import checkpoint
 from tests.data_cases import text_of
 from tests.huggingface_cases import build_model
 from tests.native_cases import as_saved
 from tests.quantized_cases import quantize
 from tests.weight_cases import make_store, records, weights_said
+from tests.workers import Workers
 
 Tensors = dict[str, torch.Tensor]
 LOSS, NORM, GRADIENT, WEIGHTS = 1e-5, 1e-4, 1e-4, 1e-3
@@ -103,6 +105,7 @@ class Case:
     recompute: str = "none"
     reshard_after: str = "block"
     more: str = "nothing"
+    resumed: str = "no"
 
     def __str__(self) -> str:
         """The options that are not the first ones."""
@@ -136,6 +139,7 @@ class Case:
             and not (self.model == "gpt_oss" and "tiles" in self.more)  # refused: its MLPs return more than a tensor
             and not (self.expert > 1 and self.more.startswith("replicated"))
             and not (self.mode == "auto" and self.domain == 1)
+            and not (self.resumed == "alone" and self.more == "native")
         )
 
     def settings(self, checkpoint: Path, store: Path, run: Path) -> list[str]:
@@ -168,20 +172,32 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "norms", "mlp", "selective", "full"),
     "reshard_after": ("block", "micro_batch", "step"),
     "more": tuple(MORE),
+    "resumed": ("no", "here", "alone"),
 }
+UNRELATED = {
+    *itertools.product(("data",), ("recompute", "reshard_after", "more", "expert", "resumed")),
+    *itertools.product(("model",), ("reshard_after", "mode", "recompute", "resumed", "more")),
+    *itertools.product(("adapters",), ("domain", "mode", "more")),
+    *itertools.product(("mode", "recompute", "reshard_after", "more"), ("resumed",)),
+    *itertools.product(("mode",), ("recompute", "reshard_after")),
+    *itertools.product(("data", "adapters"), ("tensor",)),
+    *itertools.product(("tensor",), ("mode", "reshard_after", "resumed", "recompute")),
+}
+"""Options whose pairs are not all drawn: a case has each of them, with some of the other's."""
+RELATED = [pair for pair in itertools.combinations(OPTIONS, 2) if pair not in UNRELATED]
 Pair = frozenset[tuple[str, object]]
 
 
 def pairs_of(case: Case) -> set[Pair]:
     """Every two of its options."""
-    return {frozenset(pair) for pair in itertools.combinations(((name, getattr(case, name)) for name in OPTIONS), 2)}
+    return {frozenset((name, getattr(case, name)) for name in pair) for pair in RELATED}
 
 
 @cache
 def covering(tries: int = 25) -> tuple[Case, ...]:
     """Cases that together have every pair of options that a valid case has; always the same ones."""
     names, random = list(OPTIONS), Random(0)
-    every = (((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in OPTIONS[a] for y in OPTIONS[b])
+    every = (((a, x), (b, y)) for a, b in RELATED for x in OPTIONS[a] for y in OPTIONS[b])
     left, cases = {frozenset(pair): None for pair in every}, list[Case]()
     while left:
         wanted = next(iter(left))
@@ -342,12 +358,29 @@ def _copies(tensors: Any) -> Tensors:
 # --- the run
 
 
-def found_steps(settings: list[str], run: Path) -> dict[str, Any]:
-    """On each rank: the outcome of the real loop, by the names of transformers."""
+def found(workers: Workers, case: Case, checkpoint: Path, store: Path, run: Path) -> list[dict[str, Any]]:
+    """Returns the outcome of every rank; of a run that is resumed, of the ranks that go on."""
+    settings = case.settings(checkpoint, store, run)
+    if case.resumed == "no":
+        return workers.run(steps_of, case.world, settings, run, 2)
+    first = workers.run(steps_of, case.world, settings, run, 1)[0]
+    other = case if case.resumed == "here" else Case(*case.known, domain=1, mode="static")
+    other_settings = other.settings(checkpoint, store, run)
+    if first["native"] and other.world == 1:
+        other_settings.append("model.implementation=native")
+    last = workers.run(steps_of, other.world, other_settings, run, 1, True)
+    joined = {name: [first[name] + outcome[name] for outcome in last] for name in ("losses", "norms", "tokens")}
+    kept = {name: first[name] for name in ("before", "gradients", "degrees", "native")}
+    return [outcome | kept | {name: values[rank] for name, values in joined.items()} for rank, outcome in enumerate(last)]
+
+
+def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -> dict[str, Any]:
+    """On each rank: the outcome of `count` steps, by the names of transformers; the first of two runs ends in a checkpoint."""
     config = load(None, settings, world_size=dist.get_world_size())
     mesh = make_groups(torch.device("cpu"), **sizes_of_groups(config), timeout_s=60.0)
     run.mkdir(parents=True, exist_ok=True)
-    trainer = assemble(Run.open(config), mesh)
+    saved = checkpoint.newest(run)[0] if resume else None
+    trainer = assemble(Run.open(config, checkpoint=saved), mesh)
     model, outcome = trainer.model, dict[str, Any]()
 
     def named(value: Callable[[Any], Any]) -> Tensors:
@@ -365,7 +398,9 @@ def found_steps(settings: list[str], run: Path) -> dict[str, Any]:
     trainer.optimizer.register_step_pre_hook(look)
     outcome["before"] = named(lambda weight: weight)
     with trainer.loader:
-        steps = [trainer.step() for _ in range(config.train.steps)]
+        steps = [trainer.step() for _ in range(count)]
+        if count == 1 and not resume:
+            trainer.save()
     outcome |= {"losses": [m.loss for m in steps], "norms": [m.grad_norm for m in steps], "tokens": [m.tokens for m in steps]}
     degrees = {int(degree) for metrics in steps for degree in metrics.degrees}
     return outcome | {"after": named(lambda weight: weight), "degrees": degrees, "native": isinstance(model, PretrainedDecoder)}
@@ -380,13 +415,13 @@ def _whole(value: Any, weight: Any) -> torch.Tensor:
 # --- the comparison
 
 
-def assert_same(case: Case, found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     """Compares every rank with the reference. The error tells what to run, and what differs most."""
-    first, kind = found[0], MODELS[case.model][0]
+    first, kind = ours[0], MODELS[case.model][0]
     if first["native"]:
         expected = expected | {name: as_saved(kind, expected[name]) for name in ("before", "gradients", "after")}
     problems = list(_problems(case, first, expected))
-    for rank, outcome in enumerate(found[1:], start=1):
+    for rank, outcome in enumerate(ours[1:], start=1):
         for name in ("losses", "norms", "tokens"):
             if outcome[name] != first[name]:
                 problems.append(f"rank {rank}: {name} {outcome[name]}, but rank 0 has {first[name]}")
@@ -400,7 +435,7 @@ def _problems(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> It
         yield f"tokens of the steps: {found['tokens']}, not {expected['tokens']}"
     if case.mode == "static" and found["degrees"] != {case.domain}:
         yield f"degrees: {found['degrees']}, not {case.domain}"
-    if case.mode == "bins" and case.domain > 1 and len(found["degrees"]) < 2:
+    if case.mode == "bins" and case.domain > 1 and case.resumed == "no" and len(found["degrees"]) < 2:
         yield f"degrees: {found['degrees']}, though the bins have several"
     for name, most in (("losses", LOSS), ("norms", NORM)):
         for step, (ours, theirs) in enumerate(zip(found[name], expected[name], strict=True), start=1):

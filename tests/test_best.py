@@ -51,6 +51,7 @@ def test_the_lowest_loss_is_kept_and_known_on_resumption(workers: Workers, short
     assert not list(folder.glob("best.*")), "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_not_kept_is_kept_on_resumption(workers: Workers, shorts: Path, tmp_path: Path) -> None:
     """As after a kill between both, and after a return to an earlier step."""
     folder = tmp_path / "run"
@@ -64,6 +65,7 @@ def test_a_best_checkpoint_that_is_not_kept_is_kept_on_resumption(workers: Worke
     assert kept(folder) == [5]
 
 
+@pytest.mark.slow
 def test_it_is_exported_and_evaluated_like_a_run(shorts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     given = [f"--{setting}" for setting in [*SETTINGS, f"data.store={shorts}", f"train.run_dir={folder}", "train.steps=4"]]

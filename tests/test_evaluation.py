@@ -105,6 +105,7 @@ def test_the_losses_are_those_of_a_plain_loop(store: Path, checkpoint: Path, alo
     assert sum(part["tokens"] for part in found["by_length"]) == sum(part["tokens"] for part in found["by_position"])
 
 
+@pytest.mark.slow
 def test_long_documents_are_cut_as_in_training(workers: Workers, store: Path, checkpoint: Path) -> None:
     settings = [*FOR_CHECKPOINTS, *WHOLE, "data.max_length=200"]
     plain = np.concatenate([values for _, values in plain_losses(checkpoint, store, 200)])
@@ -133,6 +134,7 @@ def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Pat
         workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
 
 
+@pytest.mark.slow
 def test_a_scaled_rope_in_transformers_own_code(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
     """There the longest length is a setting of the model, which the factor changes."""
     workers.run(train_checkpoint, 1, checkpoint, store, tmp_path)

@@ -272,6 +272,7 @@ def test_routing_is_the_same_however_documents_are_split(store: Path, tmp_path: 
         assert sorted(token for own in found for token in own) == sorted(wanted)
 
 
+@pytest.mark.slow
 def test_checkpoints_continue_under_other_splits(store: Path, tmp_path: Path, workers: Workers) -> None:
     expert = [*TINY_MOE, *TWO_LAYERS, "parallel.expert_parallel_size=2", "batch.tokens_per_rank=400"]
     wanted = workers.run(train, 2, store, tmp_path / "whole", expert, 3)[0][1:]

@@ -278,6 +278,7 @@ def test_every_option_of_data_is_one_of_finetune(checkpoint: Path, tmp_path: Pat
     assert Store.open(tmp_path / "other" / "store").tokens(0, 0, 2)[0].tolist() == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_start")
 def test_documents_beyond_the_models_length_are_told(
     checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -84,7 +84,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / kind for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "kimi_linear", KINDS))
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "mamba2", KINDS))
 def test_a_step_of_the_trainer_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], kind: str) -> None:
     assert_step(workers.run(step, 3, checkpoints[kind], []), reference(checkpoints[kind]))
 

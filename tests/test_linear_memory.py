@@ -30,6 +30,7 @@ QUICK = (("qwen3_next", "full"), ("kimi_linear", "none"))
 CASES = [(kind, recompute) for kind in SIZES for recompute in ("none", "selective", "full")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "recompute"), slow_unless(lambda *case: case in QUICK, CASES))
 def test_the_estimate_is_within_6_percent_of_the_allocators_peak(
     workers: Workers, tmp_path: Path, kind: str, recompute: str

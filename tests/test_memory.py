@@ -97,7 +97,7 @@ MEASURED = {
 
 
 QUICK = (
-    "experts, in turns, recompute norms",
+    "recompute mlp",
     "received keys kept",
     "a large vocabulary, gradients reduced at once",
     "MLP in tiles, weights gathered all step",

@@ -69,6 +69,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_finetune_adds_trains_resumes_and_exports(
     checkpoint: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

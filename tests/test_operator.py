@@ -149,6 +149,7 @@ def run_head_exchange_compiled(cases: list[Case]) -> int:
     return len(counter.graphs)
 
 
+@pytest.mark.slow
 def test_head_exchange_compiles_without_breaks(workers: Workers) -> None:
     """Compiles once with additional plain rings and once without (MANY on rank 1); fullgraph=True raises at a graph break."""
     cases = [replace(case, ulysses_degree=2) for case in (CASE, MANY, OTHER)]

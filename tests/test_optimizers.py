@@ -70,6 +70,7 @@ def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(workers: Workers, sto
         workers.run(train, 2, store, tmp_path / "narrow", narrow, 1)
 
 
+@pytest.mark.slow
 def test_8_bit_resumes_bit_by_bit_and_continues_on_other_ranks(workers: Workers, store: Path, tmp_path: Path) -> None:
     settings = [*EIGHT_BIT, "batch.tokens_per_rank=1500"]
     whole = workers.run(train, 2, store, tmp_path / "whole", settings, 3)[0]
@@ -91,6 +92,7 @@ def test_runs_of_muon_resume_bit_by_bit(workers: Workers, store: Path, tmp_path:
     assert [(m.step, m.loss, m.grad_norm) for m in again] == [(m.step, m.loss, m.grad_norm) for m in whole[1:]]
 
 
+@pytest.mark.slow
 def test_runs_of_muon_continue_on_other_ranks(workers: Workers, store: Path, tmp_path: Path) -> None:
     """The momentum of the checkpoint is that of whole matrices."""
     settings = ["optimizer.name=muon", "batch.tokens_per_rank=1500"]

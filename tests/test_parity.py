@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import Case, Parity, assert_same, covering, found_steps
+from tests.parity import Case, Parity, assert_same, covering, found, steps_of
 from tests.workers import Workers
 
 CASES = covering()
@@ -18,12 +18,12 @@ def parity(tmp_path_factory: pytest.TempPathFactory) -> Parity:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_as_one_plain_process(workers: Workers, parity: Parity, tmp_path: Path, case: Case) -> None:
-    settings = case.settings(parity.checkpoint(case.model), parity.store(case.data), tmp_path)
-    assert_same(case, workers.run(found_steps, case.world, settings, tmp_path), parity.expected(case))
+    ours = found(workers, case, parity.checkpoint(case.model), parity.store(case.data), tmp_path)
+    assert_same(case, ours, parity.expected(case))
 
 
 def test_tiles_of_what_is_no_tensor_are_refused(workers: Workers, parity: Parity, tmp_path: Path) -> None:
     case = Case("gpt_oss", domain=1, mode="static", more="replicated, in tiles")
     settings = case.settings(parity.checkpoint(case.model), parity.store(case.data), tmp_path)
     with pytest.raises(AssertionError, match="mlp_tile_tokens is 10, but MLPs of this model return more than"):
-        workers.run(found_steps, case.world, settings, tmp_path)
+        workers.run(steps_of, case.world, settings, tmp_path, 1)

@@ -45,6 +45,7 @@ def test_untied_embeddings_at_the_ends_of_four_stages(workers: Workers, store: P
 TENSOR = "parallel.tensor_parallel_size=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [

@@ -57,6 +57,7 @@ def test_equal_weights_have_no_error(base: str, value: float) -> None:
     torch.testing.assert_close(layer.unpack(layer.pack(weight)), weight)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_by_bit_and_only_with_the_same_base(
     workers: Workers, shorts: Path, checkpoint: Path, tmp_path: Path
 ) -> None:

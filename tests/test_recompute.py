@@ -106,6 +106,7 @@ def test_with_tiles_the_mlp_is_repeated_by_tile_only() -> None:
         assert products(calls) - products(tiled) == LAYERS * 3 * 2, mode
 
 
+@pytest.mark.slow
 def test_tiles_compile_once_for_all_layers() -> None:
     wanted, plain = train_counted("selective", tiles=16)
     gradients, calls = train_compiled("selective", tiles=16)

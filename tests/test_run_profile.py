@@ -417,6 +417,7 @@ def test_every_command_reports_the_profile(
     assert "warning: profile h100-nvlink-ib is for cuda, but this run is on cpu; speeds are not scaled" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1024])
 def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path, budget: int) -> None:
     """Recomputation and kept K and V change planned times, and so degrees and memory per rank."""

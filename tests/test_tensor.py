@@ -57,6 +57,7 @@ def test_sizes_need_not_be_divisible(
     assert_equal(workers.run(train, ranks, store, tmp_path, [*ODD, *settings], 2)[0], alone_odd)
 
 
+@pytest.mark.slow
 def test_resume_of_sizes_that_are_not_divisible(
     workers: Workers, store: Path, alone_odd: list[StepMetrics], tmp_path: Path
 ) -> None:

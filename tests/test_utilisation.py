@@ -133,6 +133,7 @@ def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path
     assert without[0].mfu is None and "mfu" not in without[0].console()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("traced", "stopped"), [(range(3, 10), False), (range(1, 3), True)])
 def test_a_trace_is_written_when_the_run_ends_within_its_steps(
     workers: Workers, store: Path, tmp_path: Path, traced: range, stopped: bool

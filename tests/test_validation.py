@@ -111,6 +111,7 @@ def test_the_loss_is_the_mean_over_held_out_documents(workers: Workers, store: P
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_another_store_and_the_first_documents(workers: Workers, store: Path, tmp_path: Path) -> None:
     settings = ["data.held_out=0", f"eval.store={store}", "batch.tokens_per_rank=1500"]
     whole = workers.run(run, 1, store, tmp_path / "all", settings)[0][-1]
