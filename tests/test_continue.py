@@ -126,6 +126,7 @@ def by_hand(files: Path, runs: Path) -> Rows:
     return rows
 
 
+@pytest.mark.slow
 def test_runs_that_continue_each_other_are_one(workers: Workers, files: Path, whole: tuple[Path, Rows], tmp_path: Path) -> None:
     assert told(whole[1]) == told(workers.run(by_hand, 2, files, tmp_path)[0]), "not bit by bit"
     assert [row["step"] for row in whole[1]] == list(range(1, 9))

@@ -248,6 +248,7 @@ SPLITS = [
 """What `test_every_expert_split` lacks."""
 
 
+@pytest.mark.slow
 def test_training_is_the_same_however_it_is_split(store: Path, tmp_path: Path, workers: Workers) -> None:
     wanted = workers.run(moe_steps, 1, store, tmp_path / "alone", [*TWO_LAYERS, "batch.tokens_per_rank=600"], 2)[0]
     assert wanted[-1].document_loss and wanted[-1].z_loss and wanted[-1].expert_imbalance

@@ -218,6 +218,7 @@ def test_the_tokenizer_is_the_one_that_transformers_builds(
         check_model(config, RunData.open(config), config.model_source(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_start")
 def test_more_epochs_continue_and_another_base_does_not(
     checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

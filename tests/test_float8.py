@@ -28,7 +28,11 @@ def plain(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
         pytest.param(1, ["train.float8=tensorwise"], marks=pytest.mark.slow),
         pytest.param(1, ["train.float8=rowwise", "train.recompute=norms"], marks=pytest.mark.slow),
         pytest.param(3, ["train.float8=rowwise", "batch.tokens_per_rank=512"], marks=pytest.mark.slow),
-        (2, ["train.float8=tensorwise", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=2"]),
+        pytest.param(
+            2,
+            ["train.float8=tensorwise", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=2"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_loss_curve_stays_within_1_percent_of_bfloat16(

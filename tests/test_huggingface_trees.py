@@ -97,7 +97,8 @@ def assert_equal(results: list[Any], expected: Any, values_within: float, gradie
 @pytest.mark.parametrize(
     ("kind", "split"),
     slow_unless(
-        lambda kind, split: split == SPLITS[KINDS.index(kind) % 3], [(kind, split) for kind in KINDS for split in SPLITS]
+        lambda kind, split: kind != "qwen3_next" and split == SPLITS[KINDS.index(kind) % 3],
+        [(kind, split) for kind in KINDS for split in SPLITS],
     ),
 )
 def test_equal_to_every_sequence_alone(workers: Workers, kind: str, split: tuple[int, int, int | None]) -> None:

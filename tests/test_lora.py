@@ -57,6 +57,7 @@ def known() -> dict[str, Any]:
 MOST = ["context.mode=auto", "batch.tokens_per_rank=200"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_alone_and_resumes(
     workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -238,7 +239,11 @@ def test_the_first_line_counts_what_is_trained(
 
 @pytest.mark.parametrize(
     ("ranks", "others"),
-    [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["context.mode=auto"])],
+    [
+        pytest.param(1, ["train.recompute=none"], marks=pytest.mark.slow),
+        (1, ["train.dtype=bfloat16"]),
+        pytest.param(2, ["context.mode=auto"], marks=pytest.mark.slow),
+    ],
 )
 def test_the_memory_estimate_is_within_10_percent(
     workers: Workers, store: Path, tmp_path: Path, ranks: int, others: list[str]

@@ -39,6 +39,7 @@ def measure_here(store: Path, modes: tuple[str, ...], other_seed_of: str | None 
     return result.to_json(), lines
 
 
+@pytest.mark.slow
 def test_modes_train_the_same_documents_to_equal_losses(store: Path, workers: Workers) -> None:
     ranks = workers.run(measure_here, 2, store, MODES)
     (found, lines), (other, _) = ranks

@@ -99,7 +99,6 @@ MEASURED = {
 QUICK = (
     "recompute mlp",
     "received keys kept",
-    "a large vocabulary, gradients reduced at once",
     "MLP in tiles, weights gathered all step",
     "bfloat16, recompute norms, heads swapped for tokens",
 )
@@ -251,7 +250,7 @@ def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "long rings", RUNS))
 def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> None:
     ranks, settings = RUNS[name]
     config = load(None, [*BASE, *settings], world_size=ranks)

@@ -56,6 +56,7 @@ def test_8_bit_weights_are_those_of_torchao_alone(workers: Workers, store: Path,
     assert max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *EIGHT_BIT, *wide], 2)) < 1e-6
 
 
+@pytest.mark.slow
 def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(workers: Workers, store: Path, tmp_path: Path) -> None:
     """A checkpoint of two tensor ranks goes on without them; a rank without rows, as of adapters, saves what others do."""
     settings = [*EIGHT_BIT, "batch.tokens_per_rank=1500"]

@@ -330,6 +330,7 @@ def node_of_rank(sizes: list[int], settings: list[str]) -> tuple[int, int]:
     return found.profile.ranks_per_node, found.agreed(make_groups(torch.device("cpu"), timeout_s=30)).ranks_per_node
 
 
+@pytest.mark.slow
 def test_nodes_of_different_sizes_count_as_smaller_ones(workers: Workers) -> None:
     """Two exchange levels need the same number on all ranks, and no node that is partly another."""
     assert workers.run(node_of_rank, 3, [8, 4, 4], EIGHT_B) == [(8, 4), (4, 4), (4, 4)]

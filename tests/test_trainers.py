@@ -180,10 +180,10 @@ def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
     ("ranks", "accumulation", "options"),
     [
         pytest.param(2, 2, {}, marks=pytest.mark.slow),
-        (3, 1, {}),
+        pytest.param(3, 1, {}, marks=pytest.mark.slow),
         (2, 1, {"lora": True, "gradient_checkpointing": True}),
-        (2, 1, {"lora": "dora"}),
-        (2, 1, {"loss_type": "dft"}),
+        pytest.param(2, 1, {"lora": "dora"}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"loss_type": "dft"}, marks=pytest.mark.slow),
     ],
     ids=["two ranks", "three ranks", "adapters", "dora", "dft"],
 )
@@ -196,7 +196,10 @@ def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int, op
 
 @pytest.mark.parametrize(
     "packing",
-    [{"packing": True, "packing_strategy": "bfd", "max_length": LONGEST + 8}, {"padding_free": True}],
+    [
+        pytest.param({"packing": True, "packing_strategy": "bfd", "max_length": LONGEST + 8}, marks=pytest.mark.slow),
+        {"padding_free": True},
+    ],
     ids=["bfd", "padding free"],
 )
 def test_rows_that_trl_packs_become_documents_again(workers: Workers, tmp_path: Path, packing: dict[str, Any]) -> None:
@@ -233,16 +236,16 @@ APART = {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}
 @pytest.mark.parametrize(
     ("kind", "ranks", "options"),
     [
-        ("DPO", 3, {}),
+        pytest.param("DPO", 3, {}, marks=pytest.mark.slow),
         pytest.param(
             "DPO", 2, {"budget": {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}}, marks=pytest.mark.slow
         ),
         ("DPO", 2, {"budget": WHOLE_BATCHES, "lora": True}),
-        ("DPO", 2, FSDP2),
+        pytest.param("DPO", 2, FSDP2, marks=pytest.mark.slow),
         ("KTO", 2, {}),
-        ("GRPO", 2, {"beta": 0.04}),
+        pytest.param("GRPO", 2, {"beta": 0.04}, marks=pytest.mark.slow),
         ("GRPO", 3, {"budget": WHOLE_BATCHES | {"degree": 3}}),
-        ("RLOO", 2, {}),
+        pytest.param("RLOO", 2, {}, marks=pytest.mark.slow),
     ],
     ids=["dpo", "dpo apart", "dpo with adapters", "dpo fully sharded", "kto", "grpo with kl", "grpo on three", "rloo"],
 )

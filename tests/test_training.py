@@ -49,6 +49,7 @@ def alone_with_options(workers: Workers, store: Path, tmp_path_factory: pytest.T
     return workers.run(train, 1, store, tmp_path_factory.mktemp("options"), settings, 2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
@@ -75,8 +76,8 @@ def test_one_process_learns(alone: list[StepMetrics]) -> None:
     "settings",
     [
         ["batch.tokens_per_rank=750"],
-        ["parallel.tensor_parallel_size=2"],
-        ["parallel.pipeline_parallel_size=2"],
+        pytest.param(["parallel.tensor_parallel_size=2"], marks=pytest.mark.slow),
+        pytest.param(["parallel.pipeline_parallel_size=2"], marks=pytest.mark.slow),
     ],
     ids=["domain", "tensor", "pipeline"],
 )
@@ -89,6 +90,7 @@ def test_bfloat16_follows_float32(
     assert [metrics.grad_norm for metrics in split] == pytest.approx([m.grad_norm for m in alone[:2]], rel=5e-2)
 
 
+@pytest.mark.slow
 def test_resume(workers: Workers, store: Path, tmp_path: Path) -> None:
     """Bit-identical to another run on the same number of ranks; the same documents, and losses to 1e-5, on others."""
     settings = ["batch.tokens_per_rank=500"]
@@ -114,6 +116,7 @@ def test_resume_on_fewer_ranks_that_hold_every_document(workers: Workers, store:
         workers.run(train, 1, store, tmp_path, apart, 1, True)
 
 
+@pytest.mark.slow
 def test_resume_takes_the_settings_of_the_optimizer_from_the_config(workers: Workers, store: Path, tmp_path: Path) -> None:
     """Only the moments are those of the checkpoint."""
     settings = ["batch.tokens_per_rank=750"]
@@ -351,7 +354,7 @@ def test_a_step_gathers_once_over_all_processes(
         assert counts[1:] == [gathers] * 3 and counts[0] == gathers + ready
 
 
-@pytest.mark.parametrize("how", ["dies", "stays silent"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("stays silent", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_in_training(workers: Workers, store: Path, tmp_path: Path, how: str) -> None:
     """The others end with an error that names rank, step, micro-batch and layer, within the timeout."""
     began = time.monotonic()

@@ -96,7 +96,7 @@ ADAPTERS = {"lora": r".*language_model.*\.(q_proj|v_proj)"}
     ("family", "ranks", "options"),
     [
         pytest.param("llava", 2, {}, marks=pytest.mark.slow),
-        ("qwen3_vl", 3, {}),
+        pytest.param("qwen3_vl", 3, {}, marks=pytest.mark.slow),
         pytest.param("gemma3", 2, ADAPTERS, marks=pytest.mark.slow),
         ("qwen2_5_vl", 2, {"videos": True}),
         pytest.param("qwen2_vl", 2, {"lora": "all-linear"}, marks=pytest.mark.slow),
