@@ -64,7 +64,7 @@ def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
         assert {**mine, "loss": 0, "perplexity": 0} == {**theirs, "loss": 0, "perplexity": 0}
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "tensor", NATIVE_SPLITS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "pipeline", NATIVE_SPLITS))
 def test_a_run_is_worth_the_same_on_any_number_of_ranks(
     workers: Workers, store: Path, run: Path, alone: dict[str, dict[str, Any]], name: str
 ) -> None:

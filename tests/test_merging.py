@@ -35,6 +35,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_group_store(tmp_path_factory.mktemp("groups"))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_by_bit(workers: Workers, groups: Path, tmp_path: Path) -> None:
     settings = [MERGED, "batch.tokens_per_rank=400"]
     whole = workers.run(train, 2, groups, tmp_path / "run", settings)[0]

@@ -24,7 +24,6 @@ from longctx.parallel.recompute import apply_recompute
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
-from tests.marks import slow_unless
 from tests.workers import Workers
 
 CASE = Case(2, (40, 9, 7), (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
@@ -95,7 +94,8 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
     return results, len(counter.graphs), sum(torch._dynamo.utils.counters["graph_break"].values()), starts
 
 
-@pytest.mark.parametrize("recompute", slow_unless(lambda mode: mode == "selective", RECOMPUTE_MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", RECOMPUTE_MODES)
 def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, recompute: str) -> None:
     """For any number of documents and tokens, although torch treats 0 and 1 as constants."""
     cases = [EMPTY, CASE, SINGLE, OTHER, MANY]

@@ -86,7 +86,7 @@ def resumed(store: Path, run: Path, settings: list[str]) -> list[float]:
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param([], marks=pytest.mark.slow), ["parallel.tensor_parallel_size=2", "train.dtype=bfloat16"]],
+    [[], pytest.param(["parallel.tensor_parallel_size=2", "train.dtype=bfloat16"], marks=pytest.mark.slow)],
     ids=["fsdp", "tensor"],
 )
 def test_a_checkpoint_is_of_the_moment_when_it_began(

@@ -203,6 +203,7 @@ def test_megatron_with_a_trillion_parameters() -> None:
     assert counted * measured * 1e12 / A100_PEAK == pytest.approx(0.39, abs=0.005), "as model FLOP utilisation"
 
 
+@pytest.mark.slow
 def test_the_best_splits_are_those_of_planning_every_split(found: SearchResult) -> None:
     """Nothing is lost by not looking at splits whose bound is slower."""
     everything = search(H100, EIGHT_B.spec, STEPS, GPUS, budgets=BUDGETS, best=10**6)
