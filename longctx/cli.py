@@ -1,6 +1,6 @@
 """The `longctx` command: imports the module of a subcommand, passes its arguments on and prints user errors as one message.
 
-`longctx NAME` is `longctx/commands/NAME.py`, a module with `SUMMARY` (one line), `add_arguments(parser)` and
+`longctx NAME` is `longctx/commands/NAME.py` (with `_` for `-`), a module with `SUMMARY` (one line), `add_arguments(parser)` and
 `run(arguments) -> exit status`. Only the requested module is imported, and it imports torch in `run` at the earliest, so
 that help and planning are quick. Two more names are optional:
 
@@ -36,6 +36,7 @@ COMMANDS = (
     "plan",
     "compare",
     "measure",
+    "check-step",
     "split",
     "calibrate",
     "estimate",
@@ -155,4 +156,4 @@ def _main_help(argv: list[str]) -> int:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"longctx.commands.{name}")
+    return importlib.import_module(f"longctx.commands.{name.replace('-', '_')}")

@@ -38,9 +38,11 @@ MAY_IMPORT = {
     "plots": {"errors", "units", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
     "trainers": CORE | {"training", "memory"},
+    "check": {"errors"},
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
-    "commands": CORE | {"training", "memory", "evaluation", "calibration", "plots", "comparison", "start", "safe_yaml"},
+    "commands": CORE
+    | {"training", "memory", "evaluation", "calibration", "plots", "comparison", "start", "safe_yaml", "check"},
     "cli": {"errors", "commands", "parallel"},
     "__main__": {"cli"},
 }
@@ -192,8 +194,8 @@ def test_the_model_knows_nothing_of_processes() -> None:
 
 
 def test_only_the_mesh_makes_process_groups() -> None:
-    """But for the group inside a trainer of transformers, whose processes accelerate has joined."""
-    makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic"}
+    """But for the group inside a trainer of transformers, whose processes accelerate has joined, and that of a trainer to check."""
+    makers = {"longctx.parallel.mesh", "longctx.trainers.dynamic", "longctx.commands.check_step"}
     assert users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= makers
 
 

@@ -1,0 +1,137 @@
+"""Contexts: what each token may have seen in forward, as sequences that the reference runs one after the other."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from longctx.check.probe import Tokens
+from longctx.check.record import Record
+
+Sight = Literal["causal", "no padding", "both", "next", "no window"]
+"""Of what is in a sequence a token sees: it and all earlier ones, these without padding, all, also the one after it, or earlier
+ones beyond windows."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens that see each other, by their numbers in a probe (-1: padding), and their positions."""
+
+    numbers: tuple[int, ...]
+    positions: tuple[int, ...]
+    sight: Sight = "causal"
+
+
+@dataclass(frozen=True)
+class Context:
+    """A way in which attention may have seen the documents: a fault but for the first.
+
+    Attributes:
+        name: what is wrong, in words.
+        sequences: all tokens that were in a call.
+    """
+
+    name: str
+    sequences: tuple[Sequence, ...]
+
+
+APART = "documents apart"
+CUT = "documents are cut: their later parts do not see the earlier ones"
+ROW = "documents see each other"
+ROW_RESTARTED = "documents see each other, though positions begin anew with each"
+PADDED = "padding is seen"
+RUN_ON = "positions run on from one document to the next"
+BOTH = "attention is not causal"
+NEXT = "tokens see the one after them, which they predict"
+WIDE = "sliding windows are ignored"
+SHARD = "ranks see only their own part of a document"
+SHARD_RESTARTED = "ranks see only their own part of a document, with positions that begin anew"
+RANK_ROW = "a rank's tokens see each other, whatever their document, and none of other ranks"
+LOCAL_POSITIONS = "positions begin anew on every rank"
+
+
+def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
+    """Returns the contexts of a step, no two of them alike; the first one is right."""
+    calls = [tokens.numbers(row) for call in record.calls for row in call.rows]
+    rows = [tokens.numbers(row) for row in record.rows]
+    seen = {number for row in calls for number in row if number >= 0}
+    documents = [
+        [number for number in range(len(tokens)) if tokens.document[number] == document]
+        for document in sorted({tokens.document[number] for number in seen})
+    ]
+    split = _is_split(record, tokens)
+    cut, shard, mixed = (SHARD_RESTARTED, SHARD, RANK_ROW) if split else (CUT, CUT, ROW)
+    pieces = [piece for row in calls for piece in pieces_of(row, tokens)]
+    alone = [row for row in calls if -1 in row and len({tokens.document[number] for number in row if number >= 0}) == 1]
+    alone += [document for document in documents if document not in ([n for n in row if n >= 0] for row in alone)]
+    place = tokens.place
+    made = [
+        Context(APART, _sequences(documents, lambda row: [place[n] for n in row])),
+        Context(APART, _sequences(alone, lambda row: range(len(row)), "no padding")),
+        Context(cut, _sequences(pieces, lambda row: range(len(row)))),
+        Context(shard, _sequences(pieces, lambda row: [place[n] for n in row])),
+        Context(ROW, _sequences(map(_real, rows), lambda row: range(len(row)))),
+        Context(ROW_RESTARTED, _sequences(map(_real, rows), lambda row: [place[n] for n in row])),
+        Context(mixed, _sequences(map(_real, calls), lambda row: [place[n] for n in row])),
+        Context(mixed, _sequences(map(_real, calls), lambda row: range(len(row)))),
+        Context(PADDED, _sequences(rows, lambda row: range(len(row)))),
+        Context(RUN_ON, tuple(_run_on(rows, tokens))),
+        Context(BOTH, _sequences(documents, lambda row: range(len(row)), "both")),
+        Context(NEXT, _sequences(documents, lambda row: range(len(row)), "next")),
+    ]
+    if split:
+        made.append(Context(LOCAL_POSITIONS, tuple(_local_positions(documents, calls))))
+    if windows:
+        made.append(Context(WIDE, _sequences(documents, lambda row: range(len(row)), "no window")))
+    found: dict[tuple[Sequence, ...], Context] = {}
+    for context in made:
+        found.setdefault(context.sequences, context)
+    return list(found.values())
+
+
+def _is_split(record: Record, tokens: Tokens) -> bool:
+    """Returns whether ranks hold parts of a document that batches, or else calls of one number, have whole."""
+    together: dict[object, set[tuple[int, int]]] = {}
+    for call in record.calls:
+        for row in call.rows:
+            for number in tokens.numbers(row):
+                if number >= 0:
+                    together.setdefault((call.number, tokens.document[number]), set()).add((number, call.rank))
+    parts = [held for held in together.values() if len({rank for _, rank in held}) > 1]
+    return any(len({number for number, _ in held}) == len(held) for held in parts)
+
+
+def pieces_of(row: Iterable[int], tokens: Tokens) -> Iterator[list[int]]:
+    """Yields the runs of consecutive tokens of one document."""
+    piece: list[int] = []
+    for number in row:
+        if piece and tokens.next(piece[-1]) != number:
+            yield piece
+            piece = []
+        if number >= 0:
+            piece.append(number)
+    if piece:
+        yield piece
+
+
+def _real(row: list[int]) -> list[int]:
+    return [number for number in row if number >= 0]
+
+
+def _sequences(rows: Iterable[list[int]], positions: object, sight: Sight = "causal") -> tuple[Sequence, ...]:
+    made = (Sequence(tuple(row), tuple(positions(row)), sight) for row in rows if row)  # type: ignore[operator]
+    return tuple(dict.fromkeys(made))
+
+
+def _run_on(rows: list[list[int]], tokens: Tokens) -> Iterator[Sequence]:
+    """Documents that are whole in a row, at their positions in it; others as they are."""
+    for row in rows:
+        at = {number: position for position, number in enumerate(row) if number >= 0}
+        for piece in pieces_of(row, tokens):
+            yield Sequence(tuple(piece), tuple(at[number] for number in piece))
+
+
+def _local_positions(documents: list[list[int]], calls: list[list[int]]) -> Iterator[Sequence]:
+    at = {number: position for row in calls for position, number in enumerate(row)}
+    for document in documents:
+        if all(number in at for number in document):
+            yield Sequence(tuple(document), tuple(at[number] for number in document))

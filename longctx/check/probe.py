@@ -1,0 +1,128 @@
+"""Probes: documents whose every token names its document and its place, so that ids alone tell what a step did with them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+PAD, END, FIRST = 0, 1, 2
+"""Ids of padding and of the end of a text, and the first id of documents. No other id occurs twice."""
+LENGTHS = (1, 2, 37, 61, 5, 18, 29, 7, 3, 44, 11, 23)
+"""Of documents by default: no two alike, so that means of documents, rows or micro-batches differ from the mean of tokens."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Documents to train one optimizer step on.
+
+    Attributes:
+        name: what it looks for.
+        lengths: tokens of each document.
+        prompt: share of each document's tokens, the first ones, that have no loss.
+        ends: whether a document of several tokens ends with END.
+        pad: id of padding; END, as where a tokenizer has no token for padding, or PAD.
+        micro_batches: micro-batches of a rank, for the user's `make`.
+        more: what else `make` is to know.
+    """
+
+    name: str = "documents"
+    lengths: tuple[int, ...] = LENGTHS
+    prompt: float = 0.0
+    ends: bool = False
+    pad: int = PAD
+    micro_batches: int = 1
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def documents(self) -> list[list[int]]:
+        """Token ids of every document."""
+        found, next_id = [], FIRST
+        for length in self.lengths:
+            ids = list(range(next_id, next_id + length))
+            next_id += length
+            found.append([*ids[:-1], END] if self.ends and length > 1 else ids)
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries that a model needs: a multiple of 64."""
+        return -(-(FIRST + sum(self.lengths)) // 64) * 64
+
+    def trained(self, document: int, place: int) -> bool:
+        """Returns whether a token is a target: no first one, and none of a prompt."""
+        return place > 0 and place >= int(self.prompt * self.lengths[document])
+
+    @property
+    def rows(self) -> list[dict[str, list[int]]]:
+        """A data set for trainers: `input_ids` and `labels` of every document."""
+        return [
+            {
+                "input_ids": ids,
+                "labels": [token if not self.prompt or self.trained(number, at) else -100 for at, token in enumerate(ids)],
+            }
+            for number, ids in enumerate(self.documents)
+        ]
+
+    def model(self, kind: str = "llama", **sizes: Any) -> Any:
+        """Returns a small model of transformers with random weights, the same in every process: a causal LM of this type."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        given: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+        }
+        given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        given |= {"max_position_embeddings": 512, "pad_token_id": self.pad, "bos_token_id": None, "eos_token_id": END}
+        config = AutoConfig.for_model(kind, **(given | sizes))
+        for name, value in vars(config).items():
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in sizes:
+                setattr(config, name, 0.0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with torch.no_grad():  # transformers begin with 0, which would leave no trace of what padding does
+                model.get_input_embeddings().weight[self.pad].normal_(std=0.02)
+        return model
+
+
+PROBES = (
+    Probe(),
+    Probe("prompts", prompt=0.4),
+    Probe("ends of texts, and padding like them", ends=True, pad=END),
+    Probe("three micro-batches", micro_batches=3),
+    Probe("few documents", lengths=(31, 90)),
+)
+"""Taken by default."""
+
+
+class Tokens:
+    """Which tokens of a probe stand in rows of token ids. Tokens are numbered document after document; padding is -1."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.ids = [token for ids in probe.documents for token in ids]
+        self.document = [number for number, ids in enumerate(probe.documents) for _ in ids]
+        self.place = [at for ids in probe.documents for at in range(len(ids))]
+        self._number = {token: number for number, token in enumerate(self.ids) if token != END}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def next(self, number: int) -> int | None:
+        """Returns the token after another of its document; None after the last."""
+        after = number + 1
+        return after if after < len(self) and self.document[after] == self.document[number] else None
+
+    def numbers(self, row: Sequence[int]) -> list[int]:
+        """Returns the numbers of the tokens of a row. An END after the last token but one of a document is its end."""
+        found: list[int] = []
+        for token in row:
+            number = self._number.get(token, -1)
+            if token == END and found and found[-1] >= 0:
+                after = self.next(found[-1])
+                number = after if after is not None and self.ids[after] == END else -1
+            found.append(number)
+        return found

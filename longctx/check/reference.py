@@ -1,0 +1,169 @@
+"""Reference: hidden states, and gradients of single predictions, by plain transformers in float64.
+
+A step's gradient is the sum over predictions t of w(t) · ∂loss(t): right is w(t) = 1/N for the N targets of the step, and 0 for
+all else. On the matrix of the output layer W [V, H], whose input is h(t) [H], ∂loss(t) = (softmax(W h(t)) - e(y(t))) h(t)ᵀ,
+which depends on the forward pass alone. So least squares on it give every w(t), and the residual says whether the trainer had
+these h(t): its context. With both, the gradients of all other parameters follow; where they differ, the backward pass is wrong.
+Without a gradient of its own (tied embeddings, adapters) the output layer has no such matrix, and all gradients are
+fitted at once: then forward and backward are not told apart.
+"""
+
+from collections.abc import Sequence as Several
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from longctx.check.contexts import Sequence
+from longctx.check.record import CheckError, Tensors
+
+Target = int | None
+"""Token id that a place predicts; None: none."""
+
+
+class Columns:
+    """∂loss of single predictions as columns of a matrix, of the output layer or of all trained parameters."""
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor | None) -> None:
+        """`left` is ∂loss/∂(W h) [T, V] and `right` h [T, H]; or `left` whole gradients [T, P], and `right` None."""
+        self.left, self.right = left, right
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def __getitem__(self, chosen: torch.Tensor) -> "Columns":
+        return Columns(self.left[chosen], None if self.right is None else self.right[chosen])
+
+    @staticmethod
+    def joined(parts: Several["Columns"]) -> "Columns":
+        right = None if parts[0].right is None else torch.cat([part.right for part in parts if part.right is not None])
+        return Columns(torch.cat([part.left for part in parts]), right)
+
+    def gram(self) -> torch.Tensor:
+        """Returns all products of two columns [T, T]."""
+        products = self.left @ self.left.T
+        return products if self.right is None else products * (self.right @ self.right.T)
+
+    def project(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the products with a gradient [V, H] or [P]: [T]."""
+        return self.left @ gradient if self.right is None else ((self.left @ gradient) * self.right).sum(1)
+
+    def sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns the weighted sum of the columns: a gradient."""
+        return weights @ self.left if self.right is None else (self.left * weights[:, None]).T @ self.right
+
+
+class Reference:
+    """A causal LM of transformers that runs sequences as contexts want them."""
+
+    def __init__(self, model: Any, trained: Several[str]) -> None:
+        """`trained` are names of parameters that have a gradient in the step."""
+        self.model, self.config = model, model.config
+        self.head = model.get_output_embeddings()
+        named = dict(model.named_parameters())
+        if unknown := set(trained) - named.keys():
+            raise CheckError(f"the reference has no parameter {min(unknown)}: name gradients as {next(iter(named))}")
+        self.named = {name: named[name] for name in trained}
+        own = [name for name, weight in self.named.items() if weight is self.head.weight]
+        embedding = model.get_input_embeddings().weight
+        self.output = own[0] if own and self.head.weight is not embedding else None
+        layer_types = getattr(self.config, "layer_types", None) or ()
+        self.masked = not any("linear" in kind or "mamba" in kind for kind in layer_types)
+        window = getattr(self.config, "sliding_window", None)
+        self.window: int | None = window if getattr(self.config, "use_sliding_window", True) else None
+
+    def _mask(self, sequence: Sequence) -> Any:
+        """Returns what eager attention adds to scores [1, 1, queries, keys], by kind of layer where there are several."""
+        if not self.masked:
+            return None
+        place = torch.arange(len(sequence.numbers))
+        distance = place[:, None] - place[None, :]
+        least = {"both": -len(place), "next": -1}.get(sequence.sight, 0)
+        visible = {"full_attention": distance >= least}
+        if sequence.sight == "no padding":
+            visible["full_attention"] &= torch.tensor(sequence.numbers)[None, :] >= 0
+        near = distance < (self.window or len(place))
+        visible["sliding_attention"] = visible["full_attention"] & (near if sequence.sight != "no window" else True)
+        masks = {kind: (~seen).double()[None, None] * -1e30 for kind, seen in visible.items()}
+        if getattr(self.config, "layer_types", None) and self.window is not None:
+            return masks
+        return masks["sliding_attention"]
+
+    def _run(self, sequence: Sequence, ids: Several[int]) -> torch.Tensor:
+        """Returns logits [tokens, V]."""
+        positions = torch.tensor([sequence.positions])
+        inputs = {"input_ids": torch.tensor([ids]), "position_ids": positions, "attention_mask": self._mask(sequence)}
+        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits[0]
+        return logits
+
+    def columns(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
+        """Returns a column for each target that is not None: of `targets`, lists of one target per token, one after another."""
+        return self._of_output(sequence, ids, targets) if self.output else self._of_all(sequence, ids, targets)
+
+    def _of_output(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
+        kept: dict[str, torch.Tensor] = {}
+
+        def cut(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            kept["h"], kept["z"] = inputs[0].detach()[0], output.detach().requires_grad_()
+            return kept["z"]
+
+        hook = self.head.register_forward_hook(cut)
+        try:
+            logits = self._run(sequence, ids)
+        finally:
+            hook.remove()
+        parts = []
+        for each in targets:
+            chosen = torch.tensor([at for at, target in enumerate(each) if target is not None], dtype=torch.int64)
+            loss = self._loss(logits, each).sum()
+            (slope,) = torch.autograd.grad(loss, kept["z"], retain_graph=True)
+            parts.append(Columns(slope[0][chosen], kept["h"][chosen]))
+        return Columns.joined(parts)
+
+    def _of_all(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
+        logits, weights = self._run(sequence, ids), list(self.named.values())
+        rows = []
+        for each in targets:
+            for loss in self._loss(logits, each):
+                found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+                rows.append(torch.cat([_flat(slope, weight) for slope, weight in zip(found, weights, strict=True)]))
+        return Columns(torch.stack(rows), None) if rows else Columns(torch.zeros(0, sum(map(torch.numel, weights))), None)
+
+    def of(self, gradients: Tensors) -> torch.Tensor:
+        """Returns what `columns` explain: the gradient of the output layer, or all gradients in one vector."""
+        if self.output:
+            return gradients[self.output]
+        return torch.cat([_flat(gradients.get(name), weight) for name, weight in self.named.items()])
+
+    def losses(self, sequence: Sequence, ids: Several[int], targets: Several[Target]) -> torch.Tensor:
+        """Returns the cross-entropy of each target that is not None, without gradients."""
+        with torch.no_grad():
+            return self._loss(self._run(sequence, ids), targets)
+
+    def gradients(
+        self, terms: Several[tuple[Sequence, Several[int], Several[Several[Target]], torch.Tensor]]
+    ) -> tuple[float, Tensors]:
+        """Returns loss and gradients of all trained parameters for weighted predictions: as `columns`, with their weights."""
+        self.model.zero_grad(set_to_none=True)
+        total = 0.0
+        for sequence, ids, targets, weights in terms:
+            if not len(weights):
+                continue
+            logits = self._run(sequence, ids)
+            losses = torch.cat([self._loss(logits, each) for each in targets])
+            (loss := (losses * weights).sum()).backward()
+            total += float(loss.detach())
+        found = {name: torch.zeros_like(w) if w.grad is None else w.grad.clone() for name, w in self.named.items()}
+        self.model.zero_grad(set_to_none=True)
+        return total, found
+
+    @staticmethod
+    def _loss(logits: torch.Tensor, targets: Several[Target]) -> torch.Tensor:
+        chosen = torch.tensor([at for at, target in enumerate(targets) if target is not None], dtype=torch.int64)
+        wanted = torch.tensor([target for target in targets if target is not None], dtype=torch.int64)
+        return F.cross_entropy(logits[chosen], wanted, reduction="none")
+
+
+def _flat(slope: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(weight.numel(), dtype=torch.float64) if slope is None else slope.flatten().double()

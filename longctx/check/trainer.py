@@ -1,0 +1,78 @@
+"""Trainer adapter: one optimizer step of a transformers.Trainer, or of a class that inherits from it, as a `Step`."""
+
+import tempfile
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from longctx.check.probe import Probe
+from longctx.check.record import CheckError, Recorder, Step, record, whole
+
+OUT_OF_REACH = 1e30
+"""Limit of the gradient norm, so that nothing is clipped and the norm is logged."""
+
+
+class _Look(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Takes the gradients before the optimizer."""
+
+    def __init__(self, seen: Recorder) -> None:
+        self.seen = seen
+        self.step: Step | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.step = self.seen.step(model=given["model"])
+
+
+def step_of(trainer: Any, probe: Probe) -> Step:
+    """Trains one step, without saving or evaluating. Raises CheckError for what would make it another objective, or noise."""
+    _refuse(trainer)
+    args, rows = trainer.args, list[torch.Tensor]()
+    args.max_steps, args.logging_steps, args.logging_strategy = 1, 1, IntervalStrategy.STEPS
+    args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
+    args.max_grad_norm, args.dataloader_num_workers, args.report_to = OUT_OF_REACH, 0, []
+    collate = trainer.data_collator
+
+    def collated(features: Any) -> Any:
+        batch = collate(features)
+        rows.append(whole(batch["input_ids"]).cpu())
+        return batch
+
+    trainer.data_collator = collated
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with record(model) as seen:
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(look := _Look(seen))
+        trainer.train()
+    if look.step is None:
+        raise CheckError(f"probe {probe.name!r}: the trainer made no optimizer step")
+    logged = {name: value for entry in reversed(trainer.state.log_history) for name, value in entry.items()}
+    look.step.loss, look.step.grad_norm, look.step.rows = logged.get("loss"), logged.get("grad_norm"), rows
+    return look.step
+
+
+def _refuse(trainer: Any) -> None:
+    args = trainer.args
+    refused = {
+        "label_smoothing_factor is above 0": args.label_smoothing_factor,
+        "neftune_noise_alpha is set": args.neftune_noise_alpha,
+        "bf16 or fp16 is on, whose rounding would hide faults below 1 %": args.bf16 or args.fp16,
+        "compute_loss_func is set: another objective": trainer.compute_loss_func,
+        "DeepSpeed keeps gradients where no hook sees them": trainer.is_deepspeed_enabled,
+    }
+    if found := [words for words, value in refused.items() if value]:
+        raise CheckError("; ".join(found) + ": switch it off for the check")
+
+
+def arguments(**given: Any) -> dict[str, Any]:
+    """Returns arguments of TrainingArguments, or of a config of TRL, for one small step on a CPU; `given` ones come first."""
+    needed = {
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return needed | {"learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"} | given

@@ -1,0 +1,58 @@
+"""`longctx check-step`: names what is wrong with one optimizer step of any trainer."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from longctx.errors import UserError
+
+SUMMARY = "Name what is wrong with packing, padding, accumulation or context parallelism in a step of any trainer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", type=Path, metavar="FILE", help="Python file with `make(probe)`: see docs/check-step.md")
+    parser.add_argument("--probe", action="append", metavar="NAME", help="only this probe; may be repeated (default: all)")
+    parser.add_argument("--allow", action="append", default=[], metavar="FAULT", help="a fault that is meant, as it is printed")
+    parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
+    parser.epilog = (
+        "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 refused. On several ranks:\n"
+        "longctx check-step check.py --processes 2, or torchrun --nproc-per-node 2 -m longctx check-step check.py"
+    )
+
+
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return True
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.script.is_file():
+        raise UserError(f"there is no file {arguments.script}: give a Python file with a function make(probe)")
+    import runpy
+
+    import torch
+    import torch.distributed as dist
+
+    from longctx.check import PROBES, CheckError, check_step
+    from longctx.parallel.environment import Launch
+
+    names = [probe.name for probe in PROBES]
+    if unknown := set(arguments.probe or ()) - set(names):
+        raise UserError(f"there is no probe {min(unknown)!r}: choose from {', '.join(map(repr, names))}")
+    launch = Launch.read()
+    if launch.world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        make = runpy.run_path(str(arguments.script), run_name="check").get("make")
+        if make is None:
+            raise UserError(f"{arguments.script} has no function make(probe)")
+        report = check_step(make, [probe for probe in PROBES if probe.name in (arguments.probe or names)], arguments.allow)
+    except CheckError as error:
+        if launch.rank == 0:
+            print(f"longctx check-step: refused: {error}", file=sys.stderr)
+        return 3
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if launch.rank == 0:
+        print(report.to_json() if arguments.json else "\n".join(report.lines()))
+    return report.status

@@ -1,0 +1,62 @@
+"""`longctx check-step` names faults that were put in by hand, and finds none in right steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx.check import CheckError, check_step
+from longctx.check.contexts import ROW_RESTARTED
+from longctx.cli import main
+from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
+from tests.workers import Workers
+
+QUICK = {name: CASES[name] for name in ("right: adapters", "padded at the left", "parts of 16 tokens")}
+QUICK |= {name: CASES[name] for name in ("means of micro-batches", "prompts with labels", "no shift", "half a gradient")}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(1, QUICK), pytest.param(1, CASES, marks=pytest.mark.slow), (2, ON_TWO)],
+    ids=["one process", "all on one process", "two"],
+)
+def test_faults_are_named_and_right_steps_are_right(workers: Workers, ranks: int, cases: dict[str, Any]) -> None:
+    for found in workers.run(faults, ranks, list(cases), timeout_s=120.0):
+        assert found == {name: kinds for name, (*_, kinds) in cases.items()}
+
+
+CHECK = """
+from tests.check_cases import packed
+def make(probe):
+    return packed(probe, "gpt_oss")
+"""
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "check.py"
+    script.write_text(CHECK)
+    assert main(["check-step", str(script), "--probe", "prompts", "--json"]) == 1
+    (verdict,) = json.loads(capsys.readouterr().out)
+    assert [fault["kind"] for fault in verdict["faults"]] == [ROW_RESTARTED]
+    assert main(["check-step", str(script), "--probe", "few documents", "--allow", "documents see each other"]) == 0
+    assert "right (allowed: documents see each other" in capsys.readouterr().out
+    script.write_text(CHECK.replace('"gpt_oss")', '"gpt_oss").train()'))
+    assert main(["check-step", str(script), "--probe", "prompts"]) == 3
+    assert "make returned TrainOutput: return a transformers.Trainer, or a Step" in capsys.readouterr().err
+    assert main(["check-step", str(script), "--probe", "none"]) == 2
+    assert "there is no probe 'none': choose from 'documents'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda probe: of_type(probe, "qwen3", attention_dropout=0.1), "dropout above 0: set it to 0"),
+        (lambda probe: trainer(probe, probe.model().bfloat16()), "weights are bfloat16"),
+        (lambda probe: trainer(probe, label_smoothing_factor=0.1), "label_smoothing_factor is above 0"),
+        (lambda probe: trainer(probe, bf16=True), "bf16 or fp16 is on"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(make: Make, said: str) -> None:
+    with pytest.raises(CheckError, match=said):
+        check_step(make, [SHORT])
