@@ -73,11 +73,12 @@ def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
         Context(ROW_RESTARTED, _sequences(map(_real, rows), lambda row: [place[n] for n in row])),
         Context(mixed, _sequences(map(_real, calls), lambda row: [place[n] for n in row])),
         Context(mixed, _sequences(map(_real, calls), lambda row: range(len(row)))),
-        Context(PADDED, _sequences(rows, lambda row: range(len(row)))),
-        Context(RUN_ON, tuple(_run_on(rows, tokens))),
+        Context(RUN_ON, tuple(_run_on(documents, rows))),
         Context(BOTH, _sequences(documents, lambda row: range(len(row)), "both")),
         Context(NEXT, _sequences(documents, lambda row: range(len(row)), "next")),
     ]
+    if any(row and row[0] < 0 for row in rows):
+        made.append(Context(PADDED, _sequences(rows, lambda row: range(len(row)))))
     if split:
         made.append(Context(LOCAL_POSITIONS, tuple(_local_positions(documents, calls))))
     if windows:
@@ -90,6 +91,8 @@ def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
 
 def _is_split(record: Record, tokens: Tokens) -> bool:
     """Returns whether ranks hold parts of a document that batches, or else calls of one number, have whole."""
+    if record.batched and {tuple(row) for call in record.calls for row in call.rows} <= set(map(tuple, record.rows)):
+        return False
     together: dict[object, set[tuple[int, int]]] = {}
     for call in record.calls:
         for row in call.rows:
@@ -122,12 +125,13 @@ def _sequences(rows: Iterable[list[int]], positions: object, sight: Sight = "cau
     return tuple(dict.fromkeys(made))
 
 
-def _run_on(rows: list[list[int]], tokens: Tokens) -> Iterator[Sequence]:
-    """Documents that are whole in a row, at their positions in it; others as they are."""
-    for row in rows:
-        at = {number: position for position, number in enumerate(row) if number >= 0}
-        for piece in pieces_of(row, tokens):
-            yield Sequence(tuple(piece), tuple(at[number] for number in piece))
+def _run_on(documents: list[list[int]], rows: list[list[int]]) -> Iterator[Sequence]:
+    """Documents at their positions in the row that holds them whole."""
+    at = {number: position for row in rows for position, number in enumerate(row)}
+    for document in documents:
+        first = at.get(document[0], 0)
+        together = [at.get(number) for number in document] == list(range(first, first + len(document)))
+        yield Sequence(tuple(document), tuple(range(first, first + len(document)) if together else range(len(document))))
 
 
 def _local_positions(documents: list[list[int]], calls: list[list[int]]) -> Iterator[Sequence]:

@@ -153,7 +153,7 @@ class Record:
         apart: names of parameters whose gradients differ between ranks, with the largest difference relative to the mean.
         of_ranks: gradients of every rank.
         calls: of all ranks.
-        rows: token ids of batches before they were split, or of calls.
+        rows: token ids of batches before they were split, if `batched`, or of calls.
         ranks: number of ranks.
         losses, norms: as every rank logged them.
     """
@@ -164,6 +164,7 @@ class Record:
     of_ranks: list[Tensors]
     calls: list[Call]
     rows: list[list[int]]
+    batched: bool
     losses: list[float | None]
     norms: list[float | None]
 
@@ -193,5 +194,7 @@ def gather(step: Step) -> Record:
             apart[name] = most / max(float(value.norm()), 1e-30)
     called = [Call(rank, number, rows) for rank, calls in enumerate(all_calls) for number, rows in enumerate(calls)]
     used = {token for call in called for row in call.rows for token in row}
-    whole_rows = [row for rows in all_rows for row in rows if set(row) & used] or [row for call in called for row in call.rows]
-    return Record(step.reference, mean, apart, of_ranks, called, whole_rows, losses, norms)
+    batches = [row for rows in all_rows for row in rows if set(row) & used]
+    batched = bool(batches)
+    batches = batches or [row for call in called for row in call.rows]
+    return Record(step.reference, mean, apart, of_ranks, called, batches, batched, losses, norms)

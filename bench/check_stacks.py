@@ -1,0 +1,146 @@
+"""What `longctx check-step` says of public trainers, for docs/check-step.md:
+
+python -m bench.check_stacks                                                # one process
+torchrun --standalone --nproc-per-node 2 -m bench.check_stacks              # two
+
+Prints a row of a table for each set-up: its faults on four probes, in words.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from longctx.check import PROBES, CheckError, Probe, check_step
+from longctx.check.probe import END
+from longctx.check.trainer import arguments
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+warnings.simplefilter("ignore")
+Make = Callable[[Probe], Any]
+ASKED = [probe for probe in PROBES if probe.name != "few documents"]
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def of_step(probe: Probe, **more: Any) -> dict[str, Any]:
+    """Arguments for a step of all documents."""
+    size = max(1, len(probe.lengths) // probe.micro_batches // ranks())
+    return arguments(per_device_train_batch_size=size, gradient_accumulation_steps=probe.micro_batches, **more)
+
+
+def tokenizer(probe: Probe, side: str = "right") -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{number}>": number for number in range(probe.vocab_size)}
+    names = {"pad_token": f"<{probe.pad}>", "eos_token": f"<{END}>", "padding_side": side}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<0>")), **names)
+
+
+def trainer(collator: Callable[[Probe], Any], kind: str = "qwen3", **more: Any) -> Make:
+    def make(probe: Probe) -> Any:
+        from transformers import Trainer, TrainingArguments
+
+        collate = collator(probe)
+        rows = [{"input_ids": ids} for ids in probe.documents] if "LanguageModeling" in type(collate).__name__ else probe.rows
+        return Trainer(probe.model(kind), TrainingArguments(**of_step(probe, **more)), collate, rows)
+
+    return make
+
+
+def padded(side: str = "right") -> Callable[[Probe], Any]:
+    def collator(probe: Probe) -> Any:
+        from transformers import DataCollatorForSeq2Seq
+
+        return DataCollatorForSeq2Seq(tokenizer(probe, side))
+
+    return collator
+
+
+def for_language_models(probe: Probe) -> Any:
+    from transformers import DataCollatorForLanguageModeling
+
+    return DataCollatorForLanguageModeling(tokenizer(probe), mlm=False)
+
+
+def flattening(probe: Probe) -> Any:
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening()
+
+
+def by_trl(**more: Any) -> Make:
+    def make(probe: Probe) -> Any:
+        import datasets
+        from trl import SFTConfig, SFTTrainer
+
+        given = of_step(probe, **{"max_length": None, "gradient_checkpointing": False, **more})
+        if more.get("packing"):
+            given["per_device_train_batch_size"] = max(1, given["per_device_train_batch_size"] // 3)
+        rows = datasets.Dataset.from_list(probe.rows if probe.prompt else [{"input_ids": ids} for ids in probe.documents])
+        return SFTTrainer(probe.model("qwen3"), SFTConfig(**given), train_dataset=rows, processing_class=tokenizer(probe))
+
+    return make
+
+
+def ours(make: Make) -> Make:
+    def made(probe: Probe) -> Any:
+        from longctx.trainers import dynamic_context_parallel
+
+        found = make(probe)
+        dynamic_context_parallel(found, tokens_per_rank=256, profile="cpu-2core")
+        return found
+
+    return made
+
+
+STACKS: dict[str, Make] = {
+    "Trainer, padded at the right": trainer(padded()),
+    "Trainer, padded at the left": trainer(padded("left")),
+    "Trainer, `DataCollatorForLanguageModeling`": trainer(for_language_models),
+    "Trainer, padded, GPT-2": trainer(padded(), "gpt2"),
+    "Trainer, `average_tokens_across_devices=False`": trainer(padded(), average_tokens_across_devices=False),
+    "Trainer, `DataCollatorWithFlattening`, Qwen 3": trainer(flattening),
+    "Trainer, `DataCollatorWithFlattening`, GPT-2": trainer(flattening, "gpt2"),
+    "Trainer, `DataCollatorWithFlattening`, gpt-oss": trainer(flattening, "gpt_oss"),
+    "TRL, padded": by_trl(),
+    "TRL, `padding_free`": by_trl(padding_free=True),
+    "TRL, packing `bfd`": by_trl(packing=True, packing_strategy="bfd", max_length=64),
+    "TRL, packing `bfd_split`": by_trl(packing=True, packing_strategy="bfd_split", max_length=32),
+    "TRL, packing `wrapped`": by_trl(packing=True, packing_strategy="wrapped", max_length=32),
+    "TRL, `chunked_nll`": by_trl(loss_type="chunked_nll"),
+    "longctx in Trainer": ours(trainer(padded())),
+    "longctx in Trainer, flattened": ours(trainer(flattening)),
+    "longctx in TRL": ours(by_trl()),
+}
+
+
+def main() -> None:
+    import accelerate
+    import torch
+    import transformers
+    import trl
+
+    first = os.environ.get("RANK", "0") == "0"
+    versions = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "trl": trl}
+    names = ", ".join(f"{name} {module.__version__.partition('+')[0]}" for name, module in versions.items())
+    rows = [f"{ranks()} process{'es' * (ranks() > 1)}: {names}", "", "| set-up | verdict |", "|---|---|"]
+    for name, make in STACKS.items():
+        try:
+            verdicts = check_step(make, ASKED, ["prompts are trained"] if "LanguageModeling" in name else ()).verdicts
+            found = [(verdict.probe.name, each.kind) for verdict in verdicts for each in verdict.findings]
+            kinds = {kind: [probe for probe, other in found if other == kind] for _, kind in found}
+            where = {kind: f" ({', '.join(probes)})" if len(probes) < len(ASKED) else "" for kind, probes in kinds.items()}
+            rows.append(f"| {name} | {'; '.join(f'{kind}{where[kind]}' for kind in kinds) or 'right'} |")
+        except (CheckError, ValueError) as error:
+            rows.append(f"| {name} | refused: {str(error).splitlines()[0]} |")
+    if first:
+        print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
