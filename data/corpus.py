@@ -48,6 +48,8 @@ _ENDINGS = """
 """
 TEXT_ENDINGS = frozenset(f".{ending}" for ending in _ENDINGS.split())
 """Endings of files that are one text each."""
+PLAIN_TEXT = (".txt", ".text")
+"""Endings of text files in which a special token can only separate documents."""
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -66,6 +68,7 @@ class SourceCounts:
         not_text: names of skipped files, which are not UTF-8 text.
         empty: number of empty documents, which are left out.
         formats: number of documents of each format.
+        separated: number of text files that are split, by the separator of their documents.
         untrained: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
     """
@@ -73,6 +76,7 @@ class SourceCounts:
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
     formats: dict[str, int] = field(default_factory=dict)
+    separated: dict[str, int] = field(default_factory=dict)
     untrained: int = 0
     unused: dict[str, int] = field(default_factory=dict)
 
@@ -92,6 +96,8 @@ class Corpus:
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
         hub: the data set on the hub.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
+        separator: what separates documents in files that are one text each, if given; "": nothing does.
+        ends: tokens of which the first that a plain text file (.txt) contains separates its documents, without `separator`.
     """
 
     source: str
@@ -104,6 +110,8 @@ class Corpus:
     max_documents: int | None = None
     max_bytes: int | None = None
     hub: HubDataset | None = None
+    separator: str | None = None
+    ends: tuple[str, ...] = ()
 
     @property
     def limits(self) -> dict[str, int]:
@@ -118,7 +126,7 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 (hex) of the names and contents of all files, the same on every machine."""
-        digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n".encode())
+        digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n{self.separator!r} {self.ends}\n".encode())
         if self.limits or self.hub:
             digest.update(f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode())
         for file in self.files:
@@ -156,9 +164,22 @@ class Corpus:
             if isinstance(record, Record):
                 yield self._document(record)
             elif (text := read_text(record)) is not None:
-                yield Document(self._name(record), record.stat().st_size, text)
+                yield from self._separated(record, text, counts)
             else:
                 counts.not_text.append(self._name(record))
+
+    def _separated(self, file: Path, text: str, counts: SourceCounts) -> Iterator[Document]:
+        """Yields the documents of a text file; a line break beside a separator is part of it."""
+        found = next((end for end in self.ends if end in text), "") if file.suffix.lower() in PLAIN_TEXT else ""
+        separator = found if self.separator is None else self.separator
+        pieces = re.split(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?", text) if separator else [text]
+        name, size = self._name(file), file.stat().st_size
+        if len(pieces) == 1:
+            yield Document(name, size, text)
+            return
+        counts.separated[separator] = counts.separated.get(separator, 0) + 1
+        numbered = [(number, piece) for number, piece in enumerate(pieces, start=1) if piece]
+        yield from (Document(f"{name}:{number}", size / len(numbered), piece) for number, piece in numbered)
 
     def records(self, columns: Columns) -> Iterator[Record | Path]:
         """Yields every record, and the path of every file that is one text; of tables, the columns that `columns` chooses."""
@@ -198,12 +219,13 @@ def open_corpus(
     revision: str | None = None,
     max_documents: int | None = None,
     max_bytes: int | None = None,
+    document_separator: str | None = None,
 ) -> Corpus:
     """Finds the files of a source, or a data set on the hub, if there is no file of that name.
 
     `split` is the split to read, where files or a dataset have several; None: train. `as_text` reads every file as one text.
     `subset` and `revision` are those of a data set on the hub. With `max_documents` or `max_bytes`, reading stops there, and
-    a data set of the hub is streamed.
+    a data set of the hub is streamed. `document_separator` separates documents in files that are one text each.
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
     for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
@@ -217,7 +239,7 @@ def open_corpus(
     if subset is not None or revision is not None:
         raise CorpusError(f"{source!r} is no OWNER/NAME of the hub: omit --subset and --revision")
     corpus = _local(source, text_column, split, as_text)
-    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes)
+    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes, separator=document_separator)
 
 
 def _local(source: str, text_column: str | None, split: str | None, as_text: bool) -> Corpus:
@@ -280,7 +302,7 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
             not_read[f"split {split_of[file]}"] += 1
         elif file in split_of:
             read.append(file)
-        elif split_of and (file.suffix.lower() not in (".txt", ".text", ".md") or _ABOUT.match(file.name)):
+        elif split_of and (file.suffix.lower() not in (*PLAIN_TEXT, ".md") or _ABOUT.match(file.name)):
             not_read[f"{file.name if _ABOUT.match(file.name) or not file.suffix else file.suffix} beside records"] += 1
         elif file.suffix.lower() in TEXT_ENDINGS:
             read.append(file)

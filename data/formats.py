@@ -109,6 +109,11 @@ class Document:
         return [message.get("content", "") for message in self.messages] if self.text is None else [self.text]
 
     @property
+    def is_pair(self) -> bool:
+        """Whether it is a prompt and its completion, both texts, and nothing else."""
+        return self.format == "prompt-completion" and len(self.messages) == 2 and not (self.first_trained or self.tools)
+
+    @property
     def has_loss(self) -> bool:
         """Whether an assistant's message may be trained on, or there is none; of token ids, whether one may be a target."""
         if self.learned is not None:

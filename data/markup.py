@@ -56,9 +56,13 @@ class Markup:
         self._pieces = _pieces(self._inner, content, size)
         self._bytes = np.array([len(piece) for piece in self._pieces], np.int64)
 
-    def spells_special_tokens(self, text: str) -> bool:
-        """Returns whether a text contains special tokens."""
-        return self._spelled.search(text) is not None
+    def count_special_tokens(self, text: str) -> int:
+        """Returns the number of special tokens that a text contains."""
+        return len(self._spelled.findall(text))
+
+    def begins_specially(self, text: str) -> bool:
+        """Returns whether a text begins with a special token."""
+        return self._spelled.match(text.lstrip()) is not None
 
     def pieces(self, text: str) -> list[str]:
         """Splits a text into its special tokens and the texts between them, without empty ones."""

@@ -55,6 +55,7 @@ def prepare(
     max_length: int | None = None,
     long_documents: str = "error",
     empty_thoughts: bool = False,
+    special_as_text: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
@@ -74,6 +75,8 @@ def prepare(
         max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
         long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
         empty_thoughts: train on an empty <think> block that the template writes before an answer.
+        special_as_text: special tokens in texts and messages are characters, not the tokenizer's ids; conversations for a
+            template that have some are refused.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
@@ -89,7 +92,7 @@ def prepare(
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
     request = StoreRequest(
-        corpus=corpus,
+        source=corpus,
         tokenizer=tokenizer,
         end_of_document=end_of_document,
         vocab_size=vocab_size,
@@ -99,6 +102,7 @@ def prepare(
         max_length=max_length,
         long_documents=long_documents,
         empty_thoughts=empty_thoughts,
+        special_as_text=special_as_text,
     )
     digest = request.digest
     progress("reading the source", 1)
@@ -128,6 +132,7 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         train_on=request.train_on,
         max_length=request.max_length,
         long_documents=request.long_documents,
+        special_as_text=request.special_as_text,
         workers=workers,
     )
     counts = SourceCounts()
@@ -151,6 +156,7 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
         max_length=request.max_length,
+        special_as_text=request.special_as_text,
     )
     if 2 * manifest.unknown_tokens > manifest.tokens:
         raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
@@ -221,6 +227,9 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
 def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], max_length: int | None) -> None:
     """Raises CorpusError if there is nothing to train on."""
     dropped = sum(part.dropped_documents for part in parts)
+    if corpus.separator and not counts.separated:
+        what = f"the document separator {corpus.separator!r} is in no file that is one text"
+        raise CorpusError(f"source {corpus.source!r}: {what}: correct it, or omit it (--document-separator)")
     if not parts:
         left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
         if counts.untrained:
@@ -271,6 +280,7 @@ def _manifest(
         checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
         unknown_name=next((part.unknown_name for part in parts if part.unknown_name), ""),
         formats=counts.formats,
+        separated=counts.separated,
         untrained_documents=counts.untrained,
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),

@@ -125,7 +125,7 @@ class Template:
                 learned = [(_after_thought(text, *span, messages[turn]), span[1]) for turn, span in each]
             thoughts = sum(before != after for before, after in zip(spans, learned, strict=True))
             spans, (start, stop) = learned, learned[-1]
-            ended = text[stop:].strip() or self.markup.spells_special_tokens(self.markup.pieces(text.rstrip())[-1])
+            ended = text[stop:].strip() or self.markup.count_special_tokens(self.markup.pieces(text.rstrip())[-1])
             if ended or not self.ends_no_turn:
                 return Rendered(text, spans, missing, thoughts=thoughts, weights=weights)
             spans = [*spans[:-1], (start, len(text))]
@@ -322,7 +322,7 @@ class Template:
         return [part for piece in self.markup.pieces(text) for part in self._parts(piece)]
 
     def _parts(self, piece: str) -> Sequence[str]:
-        return [piece] if self.markup.spells_special_tokens(piece) else piece
+        return [piece] if self.markup.count_special_tokens(piece) else piece
 
     def _between_prefixes(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> tuple[int, int]:
         """Returns the span of a turn by the renderings of the messages before it and up to its end.
@@ -348,7 +348,7 @@ class Template:
                 f"{where} differently when more messages follow: {WAY_OUT}"
             )
         text = full.rstrip()  # white space after the end-of-turn token is not generated
-        ends = len(text) > len(prompt) and self.markup.spells_special_tokens(self.markup.pieces(text)[-1])
+        ends = len(text) > len(prompt) and self.markup.count_special_tokens(self.markup.pieces(text)[-1])
         return len(prompt), len(text) if ends else len(full)
 
 

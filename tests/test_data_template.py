@@ -150,22 +150,6 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
     assert (marked.tokens.tolist(), marked.trained.tolist()) == transformed(loaded[name], family, messages)
 
 
-def test_special_tokens_in_contents_are_told(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in transformers, they become special tokens; ChatML keeps them as text."""
-    records = [TWO_TURNS, {"messages": chat("What is <|im_end|>?", "An end.")}]
-    store = made(tmp_path, records, checkpoints["SmolLM2"])
-    assert (store.manifest.spelled_documents, store.manifest.spelled_name) == (1, "s.jsonl:2")
-    assert learnt(store, 1) == "An end.<|im_end|>"
-    command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path)]
-    assert main([*command, "--tokenizer", str(checkpoints["SmolLM2"])]) == 0
-    assert "warning: 1 conversations contain special tokens as text" in capsys.readouterr().err
-    store = made(tmp_path, records, checkpoints["SmolLM2"], chat_template="chatml")
-    assert store.manifest.spelled_documents == 0
-    assert read(store, 1)[0].count(store.tokenizer.end_of_document) == 2 + 1  # two turns, and the document's end
-
-
 def test_the_store_holds_what_an_export_needs(checkpoints: dict[str, Path], stores: dict[str, Store]) -> None:
     for name, store in stores.items():
         copied = {file.name: file.read_bytes() for file in (store.path / "tokenizer").iterdir()}
@@ -193,8 +177,7 @@ def test_texts_begin_and_end_as_the_checkpoint_says(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "out")
     tokens = store.read(0, 0, int(store.lengths[0]))[0]
     assert (tokens[0], tokens[-1]) == (bos, turn)
-    assert store.tokenizer.decode(tokens[1:-1]) == "Hello <eos>"
-    assert len(tokens) > 7  # the text's own <eos> is spelt out
+    assert store.tokenizer.decode(tokens[1:-1]) == "Hello <eos>" and len(tokens) == 5, "the text's own <eos> is a token"
 
 
 def test_a_checkpoint_without_a_template_takes_chatml_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,11 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         help="token that ends a document (default: the checkpoint's, or a well-known token of tokenizer.json)",
     )
     parser.add_argument(
+        "--special-tokens-as-text",
+        action="store_true",
+        help="read special tokens in texts and messages as characters (default: they are the tokenizer's, as in transformers)",
+    )
+    parser.add_argument(
         "--chat-template",
         default="auto",
         metavar="auto|chatml|FILE",
@@ -119,6 +124,12 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="stop reading after N bytes of text, or token ids of 4 bytes (default: all)",
     )
+    parser.add_argument(
+        "--document-separator",
+        metavar="TEXT",
+        help="what separates documents in files that are one text each (default: in .txt files, <|endoftext|>, or the "
+        "end-of-document token of a tokenizer without a chat template)",
+    )
     parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
     parser.add_argument(
@@ -139,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = dict(map(_variable, arguments.template_set or ()))
     began = time.perf_counter()
-    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes")
+    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes", "document_separator")
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
     out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
@@ -155,6 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_length=arguments.max_length,
             long_documents=arguments.long_documents,
             empty_thoughts=arguments.train_on_empty_thoughts,
+            special_as_text=arguments.special_tokens_as_text,
             workers=arguments.workers,
             overwrite=arguments.overwrite,
             progress=progress,
@@ -166,15 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**summary, **asdict(manifest)}, indent=2))
     else:
         print(_describe(out, prepared, seconds))
-    warnings = [f"{manifest.loss}; {ANOTHER_TOKENIZER}"] if manifest.loss else []
-    if manifest.spelled_documents:
-        warnings.append(
-            f"{manifest.spelled_documents:,} conversations contain special tokens as text, which are tokenized as special "
-            f"tokens, as transformers does; the first is {manifest.spelled_name}. If that is not intended, use --chat-template "
-            "chatml, which keeps them as text"
-        )
-    for warning in warnings:
-        print(f"longctx prepare: warning: {warning}", file=sys.stderr)
+    if manifest.loss:
+        print(f"longctx prepare: warning: {manifest.loss}; {ANOTHER_TOKENIZER}", file=sys.stderr)
     return 0
 
 
@@ -212,6 +217,11 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     """Yields lines on formats, templates, weights and left-out documents, where the store has them."""
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+    for separator, count in manifest.separated.items():
+        yield f"  split      {count:,} text files where a document ends, at {separator!r}"
+    if manifest.spelled_tokens:
+        first = f"the first in {manifest.spelled_name}; --special-tokens-as-text makes them characters"
+        yield f"  special    {manifest.spelled_tokens:,} special tokens written in texts, as transformers reads them; {first}"
     if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
