@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -70,51 +69,56 @@ class Encoder:
     def __post_init__(self) -> None:
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
+        self._markup = self.template.markup if self.template else Markup(self.tokenizer.text, self.tokenizer.dtype)
         self._special = np.array(sorted(self.tokenizer.special.keys() - {self.tokenizer.unknown}), self.tokenizer.dtype)
 
-    @cached_property
-    def _markup(self) -> Markup:
-        return self.template.markup if self.template else Markup(self.tokenizer.text, self.tokenizer.dtype)
-
-    def render(self, documents: Sequence[Document]) -> list[Rendered]:
-        """Renders the conversations of a batch with the checkpoint's template, and joins prompts that need none.
+    def render(self, documents: Sequence[Document]) -> list[Rendered | None]:
+        """Returns the rendering of each conversation by the checkpoint's template; None for texts, token ids and ChatML.
 
         Raises ChatError naming the first conversation that the template cannot render.
         """
-        rendered = []
-        for document in filter(self._is_rendered, documents):
-            if self._is_written(document):
-                prompt, text = document.texts[0], "".join(document.texts)
-                spans = None if self.train_on == "all" else [(len(prompt), len(text))]
-                rendered.append(Rendered(text, spans, ("rendering of prompts that begin with a special token",), unended=True))
-                continue
-            assert self.template is not None
-            try:
-                options = document.first_trained, document.message_weights
-                rendered.append(self.template.render(document.messages, document.tools, *options))
-            except ChatError as error:
-                raise ChatError(f"{document.name}: {error}") from error
-        return rendered
+        return [self._rendered(document) if document.messages else None for document in documents]
 
-    def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[EncodedDocument], int]:
+    def _rendered(self, document: Document) -> Rendered | None:
+        prompt, *others = document.texts
+        is_pair = document.format == "prompt-completion" and len(others) == 1 and not (document.first_trained or document.tools)
+        special = is_pair and not self.special_as_text and self._markup.special_tokens(prompt)
+        if special and prompt.lstrip().startswith(special[0]):  # it is rendered already
+            prompt = "".join(map(self.tokenizer.special.__getitem__, self.begin.tolist())) + prompt
+            spans = None if self.train_on == "all" else [(len(prompt), len(prompt + others[0]))]
+            return Rendered(prompt + others[0], spans, ["rendering of prompts that begin with a special token"], unended=True)
+        if self.template is None:
+            return None
+        try:
+            options = document.first_trained, document.message_weights
+            return self.template.render(document.messages, document.tools, *options)
+        except ChatError as error:
+            raise ChatError(f"{document.name}: {error}") from error
+
+    def encode(
+        self, documents: Sequence[Document], conversations: Sequence[Rendered | None]
+    ) -> tuple[list[EncodedDocument], int]:
         """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
         Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for ids out of range.
         """
-        rendered = iter(self._marked(conversations))
+        rendered = [each for each in conversations if each is not None]
+        spans = [each.spans or () for each in rendered], [each.weights for each in rendered]
+        texts = [each.text for each in rendered]
+        marked = iter(self._markup.encode_batch(texts, *spans, workers=self.workers) if rendered else ())
         encoded = iter(
             self.tokenizer.encode_batch(
-                [text for document in documents if not self._is_rendered(document) for text in document.texts],
+                [text for each, by in zip(documents, conversations, strict=True) if by is None for text in each.texts],
                 special=not self.special_as_text,
                 workers=self.workers,
             )
         )
         rows = []
-        for document in documents:
+        for document, rendering in zip(documents, conversations, strict=True):
             if document.ids is not None:
                 row = self._with_ids(document, document.ids)
-            elif self._is_rendered(document):
-                row = self._templated(document, *next(rendered))
+            elif rendering is not None:
+                row = self._templated(document, rendering, next(marked))
             else:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
             if row.trained is not None and not row.trained[1:].any():
@@ -141,34 +145,19 @@ class Encoder:
             return None
         return row._replace(tokens=row.tokens[span], trained=trained, truncated=True)
 
-    def _is_rendered(self, document: Document) -> bool:
-        return bool(document.messages) and (self.template is not None or self._is_written(document))
-
-    def _is_written(self, document: Document) -> bool:
-        """Returns whether a prompt, a text, begins with a special token: it has been rendered already."""
-        return document.is_pair and not self.special_as_text and self._markup.begins_specially(document.texts[0])
-
-    def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
-        if not rendered:
-            return []
-        spans = [r.spans or () for r in rendered], [r.weights for r in rendered]
-        marked = self._markup.encode_batch([r.text for r in rendered], *spans, workers=self.workers)
-        return list(zip(rendered, marked, strict=True))
-
     def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> EncodedDocument:
-        spelled = sum(map(self._markup.count_special_tokens, leaves([document.messages, document.tools])))
+        spelled = sum(len(self._markup.special_tokens(text)) for text in leaves([document.messages, document.tools]))
         if spelled and self.special_as_text:
             raise ChatError(
                 f"{document.name}: a message contains a special token, which stays one in the chat template's text: remove it, "
                 "give --chat-template chatml, which keeps it as text, or omit --special-tokens-as-text"
             )
-        begin = self.begin if self._is_written(document) else self.begin[:0]
         end = self._ending(marked.tokens)[: rendered.unended]
         last = rendered.weights[-1] if rendered.weights else 1.0
-        trained = token_weights(np.concatenate([np.zeros(len(begin), np.bool_), marked.trained, [last] * len(end)]))
+        trained = token_weights(np.append(marked.trained, [last] * len(end)))
         return EncodedDocument(
             document,
-            np.concatenate([begin, marked.tokens, end]),
+            np.append(marked.tokens, end),
             None if rendered.spans is None else trained,
             spelled,
             marked.straddling,

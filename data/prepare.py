@@ -9,7 +9,7 @@ content of the source and all settings; if the store at OUT already matches it, 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
-from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE, Document
+from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
@@ -31,6 +31,7 @@ from longctx.data.writer import SUMS, Part, Progress, write_dataset_files, write
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
+ENCODING = ("template", "train_on", "max_length", "long_documents", "special_as_text")
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
@@ -128,12 +129,8 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     encoder = Encoder(
         tokenizer,
         np.zeros(0, tokenizer.dtype) if pretrained is None else pretrained.begin,
-        template=request.template,
-        train_on=request.train_on,
-        max_length=request.max_length,
-        long_documents=request.long_documents,
-        special_as_text=request.special_as_text,
         workers=workers,
+        **{name: getattr(request, name) for name in ENCODING},
     )
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
@@ -196,10 +193,6 @@ def _unnamed(corpus: Corpus) -> TokenizerError:
     return TokenizerError(f"{corpus.source} has token ids: name the tokenizer that they are from (--tokenizer)")
 
 
-def _is_text(document: Document) -> bool:
-    return document.ids is None
-
-
 def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
     """Copies the files of a pretrained model, and writes the template if it is another one."""
     tokenizer_files.copy(pretrained.files, pretrained.folder, folder)
@@ -211,11 +204,12 @@ def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, s
 def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
     """Raises TokenizerError if no token comes from more than half of the characters of the first texts."""
     characters = covered = 0
-    for text in chain.from_iterable(document.texts for document in takewhile(_is_text, corpus.documents())):
-        counts = tokenizer.covered(text[:COVERED_CHARACTERS])
-        characters, covered = characters + counts[0], covered + counts[1]
-        if characters >= COVERED_CHARACTERS:
+    for document in corpus.documents():
+        if document.ids is not None or characters >= COVERED_CHARACTERS:
             break
+        for text in document.texts:
+            counts = tokenizer.covered(text[:COVERED_CHARACTERS])
+            characters, covered = characters + counts[0], covered + counts[1]
     if 2 * covered < characters:
         raise TokenizerError(
             f"the tokenizer makes no token of {characters - covered:,} of the first {characters:,} characters (white space not "
@@ -227,7 +221,7 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
 def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], max_length: int | None) -> None:
     """Raises CorpusError if there is nothing to train on."""
     dropped = sum(part.dropped_documents for part in parts)
-    if corpus.separator and not counts.separated:
+    if corpus.separator and not any(repr(corpus.separator) in what for what in counts.noted):
         what = f"the document separator {corpus.separator!r} is in no file that is one text"
         raise CorpusError(f"source {corpus.source!r}: {what}: correct it, or omit it (--document-separator)")
     if not parts:
@@ -236,6 +230,7 @@ def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], 
             left_out.append(f"{counts.untrained} switch off the loss of everything")
         if counts.not_text:
             left_out.append(f"{len(counts.not_text)} files are not UTF-8 text ({', '.join(counts.not_text[:3])})")
+        left_out += [f"{count:,} {what}" for what, count in counts.noted.items()]
         left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
         why = ", ".join(left_out) or "it is empty"
         raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with content")
@@ -280,7 +275,7 @@ def _manifest(
         checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
         unknown_name=next((part.unknown_name for part in parts if part.unknown_name), ""),
         formats=counts.formats,
-        separated=counts.separated,
+        noted=dict(counts.noted),
         untrained_documents=counts.untrained,
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),

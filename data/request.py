@@ -64,12 +64,9 @@ class StoreRequest:
 
     @cached_property
     def corpus(self) -> Corpus:
-        """The source, whose plain text files are split where a document ends, unless that token is text.
-
-        The end-of-document token of a checkpoint with a chat template may also end turns, so it splits nothing.
-        """
-        turns = self.pretrained is not None and self.pretrained.templates is not None
-        own = () if self.given is None or turns else (self.given.end_of_document_token,)
+        """The source, whose plain text files are split where a document ends, unless that token is text, or may end turns."""
+        ends_turns = self.pretrained is not None and self.pretrained.templates is not None
+        own = () if self.given is None or ends_turns else (self.given.end_of_document_token,)
         return self.source if self.special_as_text else replace(self.source, ends=(*own, END_OF_DOCUMENT))
 
     @cached_property
@@ -84,8 +81,7 @@ class StoreRequest:
         if known is None or self.templates is None:
             return None
         markup = Markup(known.tokenizer.text, known.tokenizer.dtype)
-        options = self.train_on, self.empty_thoughts, known.reads_images
-        return Template(self.templates, known.variables, markup, known.ends, *options)
+        return Template(self.templates, known.variables, markup, known.ends, self.train_on, self.empty_thoughts)
 
     @cached_property
     def _content(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_messages_have_the_tokens_of_transformers(
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path), "--tokenizer", str(checkpoint)]
     assert main([*command, "--chat-template", template]) == 0
     told = capsys.readouterr().out
-    assert "special    3 special tokens written in texts, as transformers reads them; the first in s.jsonl:2;" in told
+    assert "special    3 special tokens in the texts of 1 documents, read as transformers does; the first is s.jsonl:2" in told
     safe = [*command, "--chat-template", template, "--overwrite", "--special-tokens-as-text"]
     if template == "auto":
         assert main(safe) == 2
@@ -166,7 +166,8 @@ def test_a_text_file_is_split_where_its_documents_end(
     store = Store.open(tmp_path / "store")
     ends = [story if story.endswith("<|endoftext|>") else f"{story}<|endoftext|>" for story in read]
     assert [whole(store, document) for document in range(len(store))] == ends
-    assert manifest.separated == ({separator or "<|endoftext|>": 1} if len(read) > 1 else {})
+    split = f"text files split where {separator or '<|endoftext|>'!r} ends a document"
+    assert manifest.noted == ({split: 1} if len(read) > 1 else {})
     assert [*store.names] == ([f"{name}:{number}" for number in range(1, len(read) + 1)] if len(read) > 1 else [name])
 
 
@@ -179,7 +180,7 @@ def test_what_ends_a_turn_separates_no_documents(
         out = tmp_path / str(documents)
         assert main(["prepare", "--source", str(tmp_path / "s.txt"), "--tokenizer", str(checkpoint), "--out", str(out)]) == 0
         told = capsys.readouterr().out
-        assert (f"split      1 text files where a document ends, at '{END}'" in told) == (documents > 1)
+        assert (f"noted      1 text files split where '{END}' ends a document" in told) == (documents > 1)
         assert len(Store.open(out)) == documents
 
 

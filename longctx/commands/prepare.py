@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from longctx.data.manifest import Manifest
     from longctx.data.prepare import Prepared
 
+ASKED = ("tokenizer", "end_of_document", "chat_template", "train_on", "max_length", "long_documents", "workers", "overwrite")
+"""Options that `longctx.prepare` has too."""
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
 
@@ -144,8 +146,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
-    if arguments.max_length is not None and arguments.max_length < 2:
-        raise UserError(f"--max-length is {arguments.max_length}: must be at least 2, as a conversation has at least 2 tokens")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = dict(map(_variable, arguments.template_set or ()))
@@ -157,19 +157,12 @@ def run(arguments: argparse.Namespace) -> int:
         prepared = prepare(
             corpus,
             out,
-            tokenizer=arguments.tokenizer,
             vocab_size=4096 if arguments.vocab_size is None else arguments.vocab_size,
-            end_of_document=arguments.end_of_document,
-            chat_template=arguments.chat_template,
             template_variables=variables,
-            train_on=arguments.train_on,
-            max_length=arguments.max_length,
-            long_documents=arguments.long_documents,
             empty_thoughts=arguments.train_on_empty_thoughts,
             special_as_text=arguments.special_tokens_as_text,
-            workers=arguments.workers,
-            overwrite=arguments.overwrite,
             progress=progress,
+            **{name: getattr(arguments, name) for name in ASKED},
         )
     seconds = time.perf_counter() - began
     manifest = prepared.manifest
@@ -217,11 +210,11 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     """Yields lines on formats, templates, weights and left-out documents, where the store has them."""
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
-    for separator, count in manifest.separated.items():
-        yield f"  split      {count:,} text files where a document ends, at {separator!r}"
+    for what, count in manifest.noted.items():
+        yield f"  noted      {count:,} {what}"
     if manifest.spelled_tokens:
-        first = f"the first in {manifest.spelled_name}; --special-tokens-as-text makes them characters"
-        yield f"  special    {manifest.spelled_tokens:,} special tokens written in texts, as transformers reads them; {first}"
+        where = f"{manifest.spelled_documents:,} documents, read as transformers does; the first is {manifest.spelled_name}"
+        yield f"  special    {manifest.spelled_tokens:,} special tokens in the texts of {where} (--special-tokens-as-text)"
     if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
@@ -241,7 +234,7 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.untrained_documents:
         yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
     if manifest.empty_documents:
-        yield f"  dropped    {manifest.empty_documents:,} empty documents"
+        yield f"  dropped    {manifest.empty_documents:,} documents that are empty or null"
     if manifest.limits:
         yield "  stopped    at " + ", ".join(f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items())
     if manifest.not_read:
@@ -249,7 +242,6 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.skipped_files:
         names = ", ".join(manifest.skipped_names[:3]) + (", .." if manifest.skipped_files > 3 else "")
         yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
-    by_template = "conversations, by the chat template"
-    for title, counts, what in (("not used", manifest.unused, "records"), ("left out", manifest.left_out, by_template)):
+    for title, counts, what in (("not used", manifest.unused, "records"), ("left out", manifest.left_out, "conversations")):
         if counts:
             yield f"  {title}   {', '.join(f'{name} in {count:,}' for name, count in sorted(counts.items()))} {what}"
