@@ -9,7 +9,7 @@ import numpy as np
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.formats import Document
-from longctx.data.left_out import left_out
+from longctx.data.left_out import EMPTY, left_out
 from longctx.data.markup import Marked, Markup
 from longctx.data.messages import leaves
 from longctx.data.sampler import TRUNCATED
@@ -80,13 +80,17 @@ class Encoder:
         return [self._rendered(document) if document.messages else None for document in documents]
 
     def _rendered(self, document: Document) -> Rendered | None:
-        prompt, *others = document.texts
-        is_pair = document.format == "prompt-completion" and len(others) == 1 and not (document.first_trained or document.tools)
-        special = is_pair and not self.special_as_text and self._markup.special_tokens(prompt)
-        if special and prompt.lstrip().startswith(special[0]):  # it is rendered already
+        is_pair = document.format in ("prompt-completion", "instruction-output") and not document.first_trained
+        *before, prompt, answer = document.texts if is_pair else ("", "")
+        special = self._markup.special_tokens(prompt)
+        if special and prompt.lstrip().startswith(special[0]) and not self.special_as_text:
+            if before or document.tools:
+                way_out = "so it is rendered already: write `system`, `history` and `tools` into it"
+                raise ChatError(f"{document.name}: the prompt begins with {special[0]!r}, {way_out}")
             prompt = "".join(map(self.tokenizer.special.__getitem__, self.begin.tolist())) + prompt
-            spans = None if self.train_on == "all" else [(len(prompt), len(prompt + others[0]))]
-            return Rendered(prompt + others[0], spans, ["rendering of prompts that begin with a special token"], unended=True)
+            spans = None if self.train_on == "all" else [(len(prompt), len(prompt + answer))]
+            missing = ["rendering of prompts that begin with a special token", *[EMPTY] * (not answer.strip())]
+            return Rendered(prompt + answer, spans, missing, unended=True)
         if self.template is None:
             return None
         try:
@@ -104,8 +108,7 @@ class Encoder:
         """
         rendered = [each for each in conversations if each is not None]
         spans = [each.spans or () for each in rendered], [each.weights for each in rendered]
-        texts = [each.text for each in rendered]
-        marked = iter(self._markup.encode_batch(texts, *spans, workers=self.workers) if rendered else ())
+        marked = iter(self._markup.encode_batch([each.text for each in rendered], *spans, workers=self.workers))
         encoded = iter(
             self.tokenizer.encode_batch(
                 [text for each, by in zip(documents, conversations, strict=True) if by is None for text in each.texts],

@@ -17,6 +17,7 @@ from longctx.data.messages import Parts, leaves
 
 SHORT = 16  # maximum characters of a text that is looked for after the others
 CONTENTS = ("content of user messages", "content of assistant messages")
+EMPTY = "all but the end of answers that say nothing"
 IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
 """Parts of a message that are not what it says; they are looked for last."""
 _THINK = re.compile("</?think>")
@@ -52,7 +53,7 @@ def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, tr
     for turn in trained:
         names = sorted({name for group in parts[:4] for index, name, _ in group if index == turn})
         if not names:
-            missing.add("all but the end of answers that say nothing")
+            missing.add(EMPTY)
         if names and turn not in shown:
             raise ChatError(
                 f"message {turn} would be an empty answer, as {by} leaves out its {' and '.join(names)}: use a template that "

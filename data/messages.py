@@ -152,7 +152,7 @@ def json_in(what: str, text: Any) -> Any:
     try:
         return parse_json(text) if isinstance(text, str) else text
     except FormatError as error:
-        raise ChatError(f"{what} is {error}; write it in JSON, not as Python or numpy prints it") from error
+        raise ChatError(f"{what} is {error}") from error
 
 
 def listed(what: str, value: Any) -> Any:
@@ -174,7 +174,8 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+        way_out = "; write it in JSON, not as Python or numpy prints it" if text[error.pos : error.pos + 1] == "'" else ""
+        raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{way_out}") from error
     except RecursionError as error:
         raise FormatError("not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:  # of `_object`, or Python's limit on digits

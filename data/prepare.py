@@ -76,8 +76,7 @@ def prepare(
         max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
         long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
         empty_thoughts: train on an empty <think> block that the template writes before an answer.
-        special_as_text: special tokens in texts and messages are characters, not the tokenizer's ids; conversations for a
-            template that have some are refused.
+        special_as_text: special tokens in texts and messages are characters; a template's conversations with some are refused.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).

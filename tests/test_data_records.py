@@ -163,7 +163,7 @@ def test_history_and_system_are_obeyed(tmp_path: Path) -> None:
         ({"instruction": "Q", "output": "A", "history": [["Q"]]}, "`history` must be a list of questions and answers"),
         (
             {"instruction": "Q", "output": "A", "history": "Q"},
-            "`history` is not JSON: Expecting value at column 1; write it in JSON, not",
+            "`history` is not JSON: Expecting value at column 1",
         ),
         ({"messages": chat("Q", "A"), "tools": TOOLS, "functions": [FUNCTION]}, "has both `tools` and `functions`"),
         ({"messages": chat("Q", "A"), "functions": ["add"]}, "`functions` must be a list of objects"),

@@ -117,7 +117,7 @@ def test_a_prompt_that_is_rendered_is_not_rendered_again(
     assert tokens_of(store) == reference(text).input_ids and learnt(store) == text.removeprefix(RENDERED)
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path), "--tokenizer", str(checkpoint)]
     assert main(command) == 0
-    assert "left out   rendering of prompts that begin with a special token in 1 conversations" in capsys.readouterr().out
+    assert "rendering of prompts that begin with a special token in 1 conversations" in capsys.readouterr().out
     asked = {"prompt": f"What is {END}?", "completion": "A."}
     assert whole(made(tmp_path, [asked], checkpoint)).count("<|im_start|>") >= 2, "a question is no rendering"
 

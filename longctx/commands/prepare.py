@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from longctx.data.prepare import Prepared
 
 ASKED = ("tokenizer", "end_of_document", "chat_template", "train_on", "max_length", "long_documents", "workers", "overwrite")
-"""Options that `longctx.prepare` has too."""
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
 
@@ -129,8 +128,7 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--document-separator",
         metavar="TEXT",
-        help="what separates documents in files that are one text each (default: in .txt files, <|endoftext|>, or the "
-        "end-of-document token of a tokenizer without a chat template)",
+        help="what separates documents in files that are one text each (default: <|endoftext|> in .txt; see docs/data.md)",
     )
     parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
