@@ -70,6 +70,7 @@ class Encoder:
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
         self._markup = self.template.markup if self.template else Markup(self.tokenizer.text, self.tokenizer.dtype)
+        self._begin = "".join(self.tokenizer.decode([token]) for token in self.begin)
         self._special = np.array(sorted(self.tokenizer.special.keys() - {self.tokenizer.unknown}), self.tokenizer.dtype)
 
     def render(self, documents: Sequence[Document]) -> list[Rendered | None]:
@@ -82,14 +83,13 @@ class Encoder:
     def _rendered(self, document: Document) -> Rendered | None:
         is_pair = document.format in ("prompt-completion", "instruction-output") and not document.first_trained
         *before, prompt, answer = document.texts if is_pair else ("", "")
-        special = self._markup.special_tokens(prompt)
-        if special and prompt.lstrip().startswith(special[0]) and not self.special_as_text:
+        special = [] if self.special_as_text else self._markup.special_tokens(prompt)
+        if (len({*special}) > 1 or self._begin in special) and prompt.lstrip().startswith(special[0]):  # not <image> alone
             if before or document.tools:
-                way_out = "so it is rendered already: write `system`, `history` and `tools` into it"
-                raise ChatError(f"{document.name}: the prompt begins with {special[0]!r}, {way_out}")
-            prompt = "".join(map(self.tokenizer.special.__getitem__, self.begin.tolist())) + prompt
+                raise ChatError(f"{document.name}: the prompt is rendered, with {special[0]!r}: write system and tools into it")
+            prompt = self._begin + prompt
             spans = None if self.train_on == "all" else [(len(prompt), len(prompt + answer))]
-            missing = ["rendering of prompts that begin with a special token", *[EMPTY] * (not answer.strip())]
+            missing = ["rendering of prompts that are rendered already", *[EMPTY] * (not answer.strip())]
             return Rendered(prompt + answer, spans, missing, unended=True)
         if self.template is None:
             return None

@@ -86,7 +86,7 @@ class Manifest:
     max_length: int | None = None
     dropped_documents: int = 0
     truncated_documents: int = 0
-    special_as_text: bool = False
+    special_as_text: bool = True  # of texts in stores that do not say
     spelled_tokens: int = 0
     spelled_documents: int = 0
     spelled_name: str = ""

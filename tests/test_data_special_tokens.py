@@ -14,7 +14,7 @@ from longctx.data.manifest import StoreError
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from tests.data_cases import learnt, made, whole, write_jsonl
-from tests.template_cases import FAMILIES, chat
+from tests.template_cases import FAMILIES, TOOLS, chat
 
 RENDERED = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
@@ -117,9 +117,18 @@ def test_a_prompt_that_is_rendered_is_not_rendered_again(
     assert tokens_of(store) == reference(text).input_ids and learnt(store) == text.removeprefix(RENDERED)
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path), "--tokenizer", str(checkpoint)]
     assert main(command) == 0
-    assert "rendering of prompts that begin with a special token in 1 conversations" in capsys.readouterr().out
+    assert "rendering of prompts that are rendered already in 1 conversations" in capsys.readouterr().out
+    empty = {"all but the end of answers that say nothing"}
+    assert (empty <= store.manifest.left_out.keys()) == (not completion)
+    written = made(tmp_path, [{"instruction": RENDERED, "output": completion}], checkpoint)
+    assert written.manifest.left_out == store.manifest.left_out and whole(written) == text
+    for other in ({"system": "S"}, {"tools": TOOLS}):
+        with pytest.raises(ChatError, match=r"s\.jsonl:1: the prompt is rendered, with '<\|im_start\|>': write system and"):
+            made(tmp_path, [{"prompt": RENDERED, "completion": completion, **other}], checkpoint)
     asked = {"prompt": f"What is {END}?", "completion": "A."}
-    assert whole(made(tmp_path, [asked], checkpoint)).count("<|im_start|>") >= 2, "a question is no rendering"
+    for prompt in (asked["prompt"], f"{END} is what?", f"{END}{END}"):
+        store = made(tmp_path, [{**asked, "prompt": prompt}], checkpoint)
+        assert whole(store).count("<|im_start|>") >= 2 and learnt(store) == f"A.{END}", "a question is no rendering"
 
 
 def test_a_rendered_prompt_begins_as_texts_do(tmp_path: Path) -> None:
@@ -135,6 +144,8 @@ def test_a_rendered_prompt_begins_as_texts_do(tmp_path: Path) -> None:
     store = made(tmp_path, [{"prompt": prompt, "completion": "A<end_of_turn>"}], folder)
     assert tokens_of(store) == reference(f"{prompt}A<end_of_turn><eos>").input_ids
     assert learnt(store) == "A<end_of_turn><eos>"
+    store = made(tmp_path, [{"prompt": "<bos>Q:", "completion": " A"}], folder)
+    assert tokens_of(store) == reference("<bos>Q: A<eos>").input_ids and learnt(store) == " A<eos>"
 
 
 # --- documents in a text file
