@@ -7,7 +7,7 @@ Every message becomes
 and the assistant's CONTENT and the <|im_end|> that ends it are trained on. If the tokenizer has the two markers as special
 tokens, they are used; otherwise the markers are encoded as text, and after the assistant's last turn the end of the document is
 trained on too, as generation can stop only at a single token. Contents are encoded separately, so that no token spans a
-marker and a content, and never yield a special token, whatever a user has typed.
+marker and a content; a special token in a content is one, as in transformers, unless characters are asked for.
 """
 
 import re

@@ -54,7 +54,8 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Split by the word in the path of a file of records, as `datasets` has it."""
-_SPLIT = re.compile(rf"(?<![^\W_])({'|'.join(SPLITS)})(?![^\W\d_])", re.IGNORECASE)
+_SPLIT = re.compile(rf"(?<![^\W_])(({'|'.join(SPLITS)})(?![^\W\d_])\w*)", re.IGNORECASE)
+_SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)\b", re.IGNORECASE)
 
 
@@ -66,6 +67,7 @@ class SourceCounts:
         not_text: names of skipped files, which are not UTF-8 text.
         empty: number of empty documents, which are left out.
         formats: number of documents of each format.
+        noted: number of other things that a reader should know, by what they are.
         untrained: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
     """
@@ -73,6 +75,7 @@ class SourceCounts:
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
     formats: dict[str, int] = field(default_factory=dict)
+    noted: Counter[str] = field(default_factory=Counter)
     untrained: int = 0
     unused: dict[str, int] = field(default_factory=dict)
 
@@ -92,6 +95,8 @@ class Corpus:
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
         hub: the data set on the hub.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
+        separator: what separates documents in files that are one text each, if given; "": nothing does.
+        ends: tokens of which the first that a plain text file (.txt) contains separates its documents, without `separator`.
     """
 
     source: str
@@ -104,6 +109,8 @@ class Corpus:
     max_documents: int | None = None
     max_bytes: int | None = None
     hub: HubDataset | None = None
+    separator: str | None = None
+    ends: tuple[str, ...] = ()
 
     @property
     def limits(self) -> dict[str, int]:
@@ -118,7 +125,7 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 (hex) of the names and contents of all files, the same on every machine."""
-        digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n".encode())
+        digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n{self.separator!r} {self.ends}\n".encode())
         if self.limits or self.hub:
             digest.update(f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode())
         for file in self.files:
@@ -156,9 +163,22 @@ class Corpus:
             if isinstance(record, Record):
                 yield self._document(record)
             elif (text := read_text(record)) is not None:
-                yield Document(self._name(record), record.stat().st_size, text)
+                yield from self._separated(record, text, counts)
             else:
                 counts.not_text.append(self._name(record))
+
+    def _separated(self, file: Path, text: str, counts: SourceCounts) -> Iterator[Document]:
+        """Yields the documents of a text file; a line break beside a separator is part of it."""
+        found = next((end for end in self.ends if end in text), "") if file.suffix.lower() in (".txt", ".text") else ""
+        separator = found if self.separator is None else self.separator
+        pieces = re.split(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?", text) if separator else [text]
+        name, size = self._name(file), file.stat().st_size
+        if len(pieces) == 1:
+            yield Document(name, size, text)
+            return
+        counts.noted[f"text files split where {separator!r} ends a document"] += 1
+        numbered = [(number, piece) for number, piece in enumerate(pieces, start=1) if piece]
+        yield from (Document(f"{name}:{number}", size / len(numbered), piece) for number, piece in numbered)
 
     def records(self, columns: Columns) -> Iterator[Record | Path]:
         """Yields every record, and the path of every file that is one text; of tables, the columns that `columns` chooses."""
@@ -198,12 +218,13 @@ def open_corpus(
     revision: str | None = None,
     max_documents: int | None = None,
     max_bytes: int | None = None,
+    document_separator: str | None = None,
 ) -> Corpus:
     """Finds the files of a source, or a data set on the hub, if there is no file of that name.
 
     `split` is the split to read, where files or a dataset have several; None: train. `as_text` reads every file as one text.
     `subset` and `revision` are those of a data set on the hub. With `max_documents` or `max_bytes`, reading stops there, and
-    a data set of the hub is streamed.
+    a data set of the hub is streamed. `document_separator` separates documents in files that are one text each.
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
     for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
@@ -213,11 +234,12 @@ def open_corpus(
         if as_text:
             raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")
         hub = HubDataset.look_up(source, subset, split or "train", revision)
-        return Corpus(source, "hub", Path(), (), text_column, {}, False, max_documents, max_bytes, hub)
-    if subset is not None or revision is not None:
+        corpus = Corpus(source, "hub", Path(), (), text_column, hub=hub)
+    elif subset is not None or revision is not None:
         raise CorpusError(f"{source!r} is no OWNER/NAME of the hub: omit --subset and --revision")
-    corpus = _local(source, text_column, split, as_text)
-    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes)
+    else:
+        corpus = _local(source, text_column, split, as_text)
+    return replace(corpus, max_documents=max_documents, max_bytes=max_bytes, separator=document_separator)
 
 
 def _local(source: str, text_column: str | None, split: str | None, as_text: bool) -> Corpus:
@@ -267,13 +289,15 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
 
 def _records_and_texts(source: str, root: Path, files: list[Path], split: str | None, not_read: Counter[str]) -> list[Path]:
     """Returns the files to read: texts by their endings, and the records of one split. Counts the others in `not_read`."""
-    split_of: dict[Path, str] = {}
-    for file in files:
-        if ending_of(file) in READERS and not file.stem.lower().startswith("dataset_info"):
-            words = _SPLIT.findall(str(file.relative_to(root)))
-            split_of[file] = SPLITS[words[-1].lower()] if words else "train"
-    splits = sorted(set(split_of.values()))
-    chosen = _chosen(source, split, splits) if len(splits) > 1 or split is not None else "".join(splits)
+    records = (file for file in files if ending_of(file) in READERS and not file.stem.lower().startswith("dataset_info"))
+    named = {file: _named_splits(file, root) for file in records}
+    own = (split or "train") in {name for _, name in named.values()}
+    split_of = {file: names[own] for file, names in named.items()}
+    splits, names = {*split_of.values()}, sorted({name for each in named.values() for name in each})
+    chosen = _chosen(source, split, names) if len(splits) > 1 or split is not None else "".join(splits)
+    several = sorted({name for kind, name in named.values() if kind == chosen})
+    if split is None and not own and len(several) > 1:
+        raise CorpusError(f"source {source!r} has {' and '.join(several)}: choose one with --split; --split {chosen} reads all")
     read = []
     for file in files:
         if split_of.get(file, chosen) != chosen:
@@ -287,6 +311,14 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
         else:
             not_read[f"ending {file.suffix.lower()}" if file.suffix else "no ending"] += 1
     return read
+
+
+def _named_splits(file: Path, root: Path) -> tuple[str, str]:
+    """Returns the split of a file of records, and its own name: train and train_sft of `train_sft/a.parquet`."""
+    shard = _SHARD.match(file.name) if file.parent.name == "data" else None
+    own, word = [("train", ""), *_SPLIT.findall(str(file.relative_to(root)))][-1]
+    name = shard[1] if shard else own.rstrip("_0123456789")
+    return SPLITS.get(word.lower(), name), SPLITS.get(name.lower(), name)
 
 
 def _chosen(source: str, split: str | None, splits: Iterable[str]) -> str:

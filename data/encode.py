@@ -9,8 +9,8 @@ import numpy as np
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.formats import Document
-from longctx.data.left_out import left_out
-from longctx.data.markup import Marked
+from longctx.data.left_out import EMPTY, left_out
+from longctx.data.markup import Marked, Markup
 from longctx.data.messages import leaves
 from longctx.data.sampler import TRUNCATED
 from longctx.data.template import Rendered, Template
@@ -25,7 +25,7 @@ class EncodedDocument(NamedTuple):
     Attributes:
         tokens: token ids `[tokens]`.
         trained: weights of the tokens as targets; None: 1 for all.
-        spelled: whether a text of a conversation contains special tokens, which are encoded as such.
+        spelled: number of special tokens that its texts contain, which are encoded as such.
         straddling: number of target tokens that also contain text that is not trained on.
         left_out: names of what the conversation says and the template does not show.
         thoughts: number of turns that the template begins with an empty thought, which is not trained on.
@@ -35,7 +35,7 @@ class EncodedDocument(NamedTuple):
     document: Document
     tokens: TokenArray
     trained: TokenWeights | None
-    spelled: bool = False
+    spelled: int = 0
     straddling: int = 0
     left_out: Collection[str] = ()
     thoughts: int = 0
@@ -53,6 +53,7 @@ class Encoder:
         train_on: parts of conversations to train on, see `TRAIN_ON`.
         max_length: maximum number of tokens of a conversation, or of token ids with a mask; None: no limit.
         long_documents: what happens to longer ones: error, drop, truncate_left (keeps the end) or truncate_right.
+        special_as_text: whether special tokens in texts and messages are characters; a template's conversations are refused.
         workers: number of threads; None: one per core.
     """
 
@@ -62,45 +63,65 @@ class Encoder:
     train_on: str = "assistant"
     max_length: int | None = None
     long_documents: str = "error"
+    special_as_text: bool = False
     workers: int | None = None
 
     def __post_init__(self) -> None:
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
+        self._markup = self.template.markup if self.template else Markup(self.tokenizer.text, self.tokenizer.dtype)
+        self._begin = "".join(self.tokenizer.decode([token]) for token in self.begin)
+        self._special = np.array(sorted(self.tokenizer.special.keys() - {self.tokenizer.unknown}), self.tokenizer.dtype)
 
-    def render(self, documents: Sequence[Document]) -> list[Rendered]:
-        """Renders the conversations of a batch with the checkpoint's template; returns [] without a template.
+    def render(self, documents: Sequence[Document]) -> list[Rendered | None]:
+        """Returns the rendering of each conversation by the checkpoint's template; None for texts, token ids and ChatML.
 
         Raises ChatError naming the first conversation that the template cannot render.
         """
-        rendered = []
-        for document in filter(self._has_template, documents):
-            assert self.template is not None
-            try:
-                options = document.first_trained, document.message_weights
-                rendered.append(self.template.render(document.messages, document.tools, *options))
-            except ChatError as error:
-                raise ChatError(f"{document.name}: {error}") from error
-        return rendered
+        return [self._rendered(document) if document.messages else None for document in documents]
 
-    def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[EncodedDocument], int]:
+    def _rendered(self, document: Document) -> Rendered | None:
+        is_pair = document.format in ("prompt-completion", "instruction-output") and not document.first_trained
+        *before, prompt, answer = document.texts if is_pair else ("", "")
+        special = [] if self.special_as_text else self._markup.special_tokens(prompt)
+        if (len({*special}) > 1 or self._begin in special) and prompt.lstrip().startswith(special[0]):  # not <image> alone
+            if before or document.tools:
+                raise ChatError(f"{document.name}: the prompt is rendered, with {special[0]!r}: write system and tools into it")
+            prompt = self._begin + prompt
+            spans = None if self.train_on == "all" else [(len(prompt), len(prompt + answer))]
+            missing = ["rendering of prompts that are rendered already", *[EMPTY] * (not answer.strip())]
+            return Rendered(prompt + answer, spans, missing, unended=True)
+        if self.template is None:
+            return None
+        try:
+            options = document.first_trained, document.message_weights
+            return self.template.render(document.messages, document.tools, *options)
+        except ChatError as error:
+            raise ChatError(f"{document.name}: {error}") from error
+
+    def encode(
+        self, documents: Sequence[Document], conversations: Sequence[Rendered | None]
+    ) -> tuple[list[EncodedDocument], int]:
         """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
         Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for ids out of range.
         """
-        rendered = iter(self._marked(conversations))
+        rendered = [each for each in conversations if each is not None]
+        spans = [each.spans or () for each in rendered], [each.weights for each in rendered]
+        marked = iter(self._markup.encode_batch([each.text for each in rendered], *spans, workers=self.workers))
         encoded = iter(
             self.tokenizer.encode_batch(
-                [text for document in documents if not self._has_template(document) for text in document.texts],
+                [text for each, by in zip(documents, conversations, strict=True) if by is None for text in each.texts],
+                special=not self.special_as_text,
                 workers=self.workers,
             )
         )
         rows = []
-        for document in documents:
+        for document, rendering in zip(documents, conversations, strict=True):
             if document.ids is not None:
                 row = self._with_ids(document, document.ids)
-            elif self._has_template(document):
-                row = self._templated(document, *next(rendered))
+            elif rendering is not None:
+                row = self._templated(document, rendering, next(marked))
             else:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
             if row.trained is not None and not row.trained[1:].any():
@@ -127,30 +148,29 @@ class Encoder:
             return None
         return row._replace(tokens=row.tokens[span], trained=trained, truncated=True)
 
-    def _has_template(self, document: Document) -> bool:
-        return bool(document.messages) and self.template is not None
-
-    def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
-        if self.template is None:
-            return []
-        spans = [r.spans or () for r in rendered], [r.weights for r in rendered]
-        marked = self.template.markup.encode_batch([r.text for r in rendered], *spans, workers=self.workers)
-        return list(zip(rendered, marked, strict=True))
-
     def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> EncodedDocument:
-        assert self.template is not None
-        end = self._end[: rendered.unended]
+        spelled = sum(len(self._markup.special_tokens(text)) for text in leaves([document.messages, document.tools]))
+        if spelled and self.special_as_text:
+            raise ChatError(
+                f"{document.name}: a message contains a special token, which stays one in the chat template's text: remove it, "
+                "give --chat-template chatml, which keeps it as text, or omit --special-tokens-as-text"
+            )
+        end = self._ending(marked.tokens)[: rendered.unended]
         last = rendered.weights[-1] if rendered.weights else 1.0
-        tokens, trained = np.append(marked.tokens, end), token_weights(np.append(marked.trained, [last] * len(end)))
+        trained = token_weights(np.append(marked.trained, [last] * len(end)))
         return EncodedDocument(
             document,
-            tokens,
+            np.append(marked.tokens, end),
             None if rendered.spans is None else trained,
-            any(map(self.template.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
+            spelled,
             marked.straddling,
             rendered.left_out,
             rendered.thoughts,
         )
+
+    def _ending(self, tokens: TokenArray) -> TokenArray:
+        """Returns the end of a document, or nothing if the tokens end with it already."""
+        return self._end[: not (len(tokens) and tokens[-1] == self._end[0])]
 
     def _with_ids(self, document: Document, ids: Ids) -> EncodedDocument:
         """Takes the tokens as they are, without a begin and an end."""
@@ -165,8 +185,9 @@ class Encoder:
 
     def _plain(self, document: Document, texts: Sequence[TokenArray]) -> EncodedDocument:
         """Joins the tokens of a text, or of a conversation in ChatML."""
+        spelled = sum(int(np.isin(tokens, self._special).sum()) for tokens in texts)
         if document.text is not None:
-            return EncodedDocument(document, np.concatenate([self.begin, texts[0], self._end]), None)
+            return EncodedDocument(document, np.concatenate([self.begin, texts[0], self._ending(texts[0])]), None, spelled)
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
@@ -177,4 +198,4 @@ class Encoder:
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.train_on == "all" else np.append(mask, mask[-1])
-        return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, left_out=missing)
+        return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, spelled, left_out=missing)

@@ -1,6 +1,6 @@
 """Formats: parses one record of JSONL, Parquet or a dataset into a text, a conversation or token ids.
 
-A record has the first of these formats that its keys allow (keys whose value is null are ignored):
+A record has the first of these formats that its keys allow (keys whose value is null are ignored, and may leave it empty):
 
     messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
     conversations       ShareGPT: [{"from": "human", "value": ..}, ..], with an optional `system`
@@ -18,10 +18,11 @@ of messages, which a template may print (see `longctx.data.left_out`).
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, parse_messages, sharegpt
+from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages, sharegpt
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.weights import TokenWeights, is_weight
 
@@ -145,7 +146,7 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
     weight = _weight(record.get("weight"))
     if kind == "text":
         column = text_column or "text"
-        text = record[column]
+        text = "" if record.get(column) is None else record[column]
         if not isinstance(text, str):
             raise FormatError(f"{column!r} is of type {type(text).__name__}: it must be text")
         document, used = Document(name, source_bytes, text, weight=weight), {column, "weight"}
@@ -230,18 +231,17 @@ def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:
 
 
 def _detect(present: Collection[str], names: Collection[str], text_column: str | None) -> str:
-    if text_column in names:
+    alone = (text_column or "text",)
+    if text_column in present:
         return "text"
-    if {"chosen", "rejected"} <= set(present):
-        raise FormatError(f"`rejected` beside `chosen` {PREFERENCE}")
-    for kind, groups in FORMATS.items():
-        if any(set(group) <= set(present) for group in groups):
-            return kind
-    if "input_ids" in present and not (text_column is None and "text" in present):
-        return TOKEN_IDS
-    for kind in ("text", *FORMATS) if text_column is None else FORMATS:  # so that a null value is reported as such
-        if kind in names:
-            return kind
+    if text_column not in names:
+        if {"chosen", "rejected"} <= set(present):
+            raise FormatError(f"`rejected` beside `chosen` {PREFERENCE}")
+        for kind, groups in {**FORMATS, "text": (alone,), TOKEN_IDS: (("input_ids",),)}.items():
+            if any(set(group) <= set(present) for group in groups):
+                return kind
+    if any(set(group) <= set(names) for group in (alone, *chain(*FORMATS.values()), ("input_ids",))):
+        return "text"  # of a record that has null there: it is empty
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
         f"input_ids, only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a "
@@ -260,6 +260,7 @@ def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[s
         answered = {"role": "assistant", "content": _text(record, answer)}
         used = {"instruction", "input", "history", answer}
         return [*_history(record), {"role": "user", "content": _instruction(record)}, answered], 0, used
+    record = {**record, **{key: listed(f"`{key}`", record[key]) for key in ("prompt", answer)}}
     if isinstance(record["prompt"], str) and isinstance(record[answer], str):
         prompt, used = [*_history(record), {"role": "user", "content": record["prompt"]}], {"prompt", "history", answer}
         return [*prompt, {"role": "assistant", "content": record[answer]}], len(prompt) if len(prompt) > 1 else 0, used
@@ -274,7 +275,7 @@ def _instruction(record: dict[str, Any]) -> str:
 
 def _history(record: dict[str, Any]) -> list[Message]:
     """Returns the questions and answers before the last question."""
-    history = record.get("history") or []
+    history = json_in("`history`", record.get("history") or [])
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in history
     ):
@@ -293,9 +294,7 @@ def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:
 
 def _tools(record: dict[str, Any], key: str) -> list[Any] | None:
     """Returns the descriptions of tools; OpenAI's older `functions` lack the outer object."""
-    value = record.get(key)
-    if isinstance(value, str):
-        value = json_in(f"`{key}`", value) if value.strip() else None
+    value = json_in(f"`{key}`", record.get(key) or None)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -314,6 +313,6 @@ def _weight(value: Any) -> float:
 
 
 def _text(record: dict[str, Any], key: str) -> str:
-    if not isinstance(record[key], str):
-        raise FormatError(f"{key!r} is of type {type(record[key]).__name__}: it must be text")
-    return str(record[key])
+    if not isinstance(value := listed(f"`{key}`", record[key]), str):
+        raise FormatError(f"{key!r} is of type {type(value).__name__}: it must be text; messages go into `messages`")
+    return value

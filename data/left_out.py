@@ -13,10 +13,11 @@ from itertools import chain
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.messages import leaves
+from longctx.data.messages import Parts, leaves
 
 SHORT = 16  # maximum characters of a text that is looked for after the others
 CONTENTS = ("content of user messages", "content of assistant messages")
+EMPTY = "all but the end of answers that say nothing"
 IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
 """Parts of a message that are not what it says; they are looked for last."""
 _THINK = re.compile("</?think>")
@@ -51,6 +52,8 @@ def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, tr
                 missing.add(name)
     for turn in trained:
         names = sorted({name for group in parts[:4] for index, name, _ in group if index == turn})
+        if not names:
+            missing.add(EMPTY)
         if names and turn not in shown:
             raise ChatError(
                 f"message {turn} would be an empty answer, as {by} leaves out its {' and '.join(names)}: use a template that "
@@ -77,9 +80,10 @@ def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tup
     for index, message in enumerate(messages):
         for key, value in message.items():
             if key == "content":
-                *thoughts, answer = _THINK.split(value) if message["role"] == "assistant" else [value]
-                yield from ((index, "reasoning", thought) for thought in thoughts)
-                yield index, f"content of {message['role']} messages", answer
+                for text in [part["text"] for part in value.parts] if isinstance(value, Parts) else [value]:
+                    *thoughts, answer = _THINK.split(text) if message["role"] == "assistant" else [text]
+                    yield from ((index, "reasoning", thought) for thought in thoughts)
+                    yield index, f"content of {message['role']} messages", answer
             elif key == "tool_calls":
                 yield from ((index, key, part) for call in value for part in _texts(call["function"]))
                 # They may stand elsewhere by chance, so they do not show that the message is there.

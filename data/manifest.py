@@ -45,8 +45,9 @@ class Manifest:
         train_on: parts of conversations that are trained on.
         max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer, and
             `truncated_documents` lost their first or last tokens.
-        spelled_documents: number of conversations whose texts contain special tokens, encoded as such; `spelled_name` is the
-            first of them.
+        special_as_text: whether special tokens in texts are characters. If not, `spelled_documents` documents contain
+            `spelled_tokens` of them; `spelled_name` is the first of these.
+        noted: number of other things that a reader should know, by what they are, such as text files that are split.
         straddling_tokens: number of target tokens that also contain text that is not trained on.
         empty_thoughts: number of turns that the chat template begins with an empty thought, which is not trained on.
         lightest, heaviest: smallest and largest weight of a document.
@@ -85,8 +86,11 @@ class Manifest:
     max_length: int | None = None
     dropped_documents: int = 0
     truncated_documents: int = 0
+    special_as_text: bool = True  # of texts in stores that do not say
+    spelled_tokens: int = 0
     spelled_documents: int = 0
     spelled_name: str = ""
+    noted: dict[str, int] = field(default_factory=dict)
     straddling_tokens: int = 0
     empty_thoughts: int = 0
     lightest: float = 1.0

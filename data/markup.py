@@ -56,9 +56,9 @@ class Markup:
         self._pieces = _pieces(self._inner, content, size)
         self._bytes = np.array([len(piece) for piece in self._pieces], np.int64)
 
-    def spells_special_tokens(self, text: str) -> bool:
-        """Returns whether a text contains special tokens."""
-        return self._spelled.search(text) is not None
+    def special_tokens(self, text: str) -> list[str]:
+        """Returns the special tokens that a text contains."""
+        return self._spelled.findall(text)
 
     def pieces(self, text: str) -> list[str]:
         """Splits a text into its special tokens and the texts between them, without empty ones."""

@@ -1,6 +1,8 @@
 """Messages of conversations in the forms that data sets have: checked, with the usual roles, texts and tool calls."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,10 @@ BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel (docs/trainers.md)"
 WITH_IMAGES = f"train conversations with images or videos inside TRL's SFTTrainer, {BY_ONE_CALL}"
 
 
+_SPEAKS = re.compile(r"['\"](role|from)['\"]\s*:")
+_OBJECTS = re.compile(r"\s*(\[\s*)?\{\s*['\"].*[}\]]\s*", re.DOTALL)
+
+
 class FormatError(UserError):
     """A record that contains no document, or is malformed."""
 
@@ -30,15 +36,14 @@ def parse_messages(value: Any, key: str = "messages") -> list[Message]:
 
     Raises ChatError naming the message (from 0) and the rule.
     """
-    if isinstance(value, str):
-        value = json_in(f"`{key}`", value)
+    value = json_in(f"`{key}`", value)
     if not isinstance(value, list) or not value:
         raise ChatError(f"`{key}` must be a list with at least one message")
     return [_message(index, item) for index, item in enumerate(value)]
 
 
 def sharegpt(value: Any) -> list[Message]:
-    value = json_in("`conversations`", value) if isinstance(value, str) else value
+    value = json_in("`conversations`", value)
     if not isinstance(value, list) or not value:
         raise ChatError("`conversations` must be a list with at least one message")
     messages: list[Message] = []
@@ -82,21 +87,26 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     return message
 
 
-def _joined(index: int, parts: list[Any]) -> str:
-    """Returns the text of a content that is a list of parts."""
-    text = ""
+class Parts(str):
+    """The joined text of a content that is a list; `parts` are its texts, for templates that read lists."""
+
+    parts: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, parts: list[dict[str, Any]]) -> "Parts":
+        text = cls("".join(part["text"] for part in parts))
+        text.parts = parts
+        return text
+
+
+def _joined(index: int, parts: list[Any]) -> Parts:
+    """Returns the texts of a content that is a list. Raises ChatError for other parts."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             way_out = WITH_IMAGES if kind in ("image", "image_url", "video") else "only text is supported"
             raise ChatError(f"message {index} has a part of type {kind!r} in its content: {way_out}")
-        text += part["text"]
-    return text
-
-
-def in_parts(message: Message) -> Message:
-    """Returns the message with its content as a list of texts."""
-    return {**message, "content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
+    return Parts.of(parts)
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
@@ -137,21 +147,45 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def json_in(what: str, text: str) -> Any:
-    """Returns the value of a JSON text called `what`. Raises ChatError."""
+def json_in(what: str, text: Any) -> Any:
+    """Returns the value of a JSON text called `what`, or of no text itself. Raises ChatError."""
     try:
-        return parse_json(text)
+        return parse_json(text) if isinstance(text, str) else text
     except FormatError as error:
         raise ChatError(f"{what} is {error}") from error
+
+
+def listed(what: str, value: Any) -> Any:
+    """Returns the messages that a text called `what` is in JSON; any other value as it is. Raises ChatError for no JSON."""
+    if not isinstance(value, str) or not _OBJECTS.fullmatch(value):
+        return value
+    try:
+        items = json_in(what, value)
+    except ChatError:
+        if _SPEAKS.search(value):
+            raise
+        return value
+    each = items if isinstance(items, list) else [items]
+    return items if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in each) else value
 
 
 def parse_json(text: str) -> Any:
     """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+        way_out = "; write it in JSON, not as Python or numpy prints it" if text[error.pos : error.pos + 1] == "'" else ""
+        raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{way_out}") from error
     except RecursionError as error:
         raise FormatError("not JSON that can be read: it is nested too deeply") from error
-    except ValueError as error:  # Python's limit on digits
-        raise FormatError("not JSON that can be read: a number has thousands of digits") from error
+    except ValueError as error:  # of `_object`, or Python's limit on digits
+        digits = FormatError("not JSON that can be read: a number has thousands of digits")
+        raise error if isinstance(error, FormatError) else digits from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON. Raises FormatError for a key that it has twice, of which one would be lost."""
+    if len(value := dict(pairs)) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise FormatError(f"not JSON with one meaning: an object has the key {twice!r} twice: remove one of the two")
+    return value

@@ -9,7 +9,7 @@ content of the source and all settings; if the store at OUT already matches it, 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
 from longctx.data.encode import Encoder
-from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE, Document
+from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
 from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
@@ -31,6 +31,7 @@ from longctx.data.writer import SUMS, Part, Progress, write_dataset_files, write
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
+ENCODING = ("template", "train_on", "max_length", "long_documents", "special_as_text")
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
@@ -55,6 +56,7 @@ def prepare(
     max_length: int | None = None,
     long_documents: str = "error",
     empty_thoughts: bool = False,
+    special_as_text: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
@@ -74,6 +76,7 @@ def prepare(
         max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
         long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
         empty_thoughts: train on an empty <think> block that the template writes before an answer.
+        special_as_text: special tokens in texts and messages are characters; a template's conversations with some are refused.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
@@ -89,7 +92,7 @@ def prepare(
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
     request = StoreRequest(
-        corpus=corpus,
+        source=corpus,
         tokenizer=tokenizer,
         end_of_document=end_of_document,
         vocab_size=vocab_size,
@@ -99,6 +102,7 @@ def prepare(
         max_length=max_length,
         long_documents=long_documents,
         empty_thoughts=empty_thoughts,
+        special_as_text=special_as_text,
     )
     digest = request.digest
     progress("reading the source", 1)
@@ -124,11 +128,8 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     encoder = Encoder(
         tokenizer,
         np.zeros(0, tokenizer.dtype) if pretrained is None else pretrained.begin,
-        template=request.template,
-        train_on=request.train_on,
-        max_length=request.max_length,
-        long_documents=request.long_documents,
         workers=workers,
+        **{name: getattr(request, name) for name in ENCODING},
     )
     counts = SourceCounts()
     parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
@@ -151,6 +152,7 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
         max_length=request.max_length,
+        special_as_text=request.special_as_text,
     )
     if 2 * manifest.unknown_tokens > manifest.tokens:
         raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
@@ -190,10 +192,6 @@ def _unnamed(corpus: Corpus) -> TokenizerError:
     return TokenizerError(f"{corpus.source} has token ids: name the tokenizer that they are from (--tokenizer)")
 
 
-def _is_text(document: Document) -> bool:
-    return document.ids is None
-
-
 def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
     """Copies the files of a pretrained model, and writes the template if it is another one."""
     tokenizer_files.copy(pretrained.files, pretrained.folder, folder)
@@ -205,11 +203,12 @@ def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, s
 def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
     """Raises TokenizerError if no token comes from more than half of the characters of the first texts."""
     characters = covered = 0
-    for text in chain.from_iterable(document.texts for document in takewhile(_is_text, corpus.documents())):
-        counts = tokenizer.covered(text[:COVERED_CHARACTERS])
-        characters, covered = characters + counts[0], covered + counts[1]
-        if characters >= COVERED_CHARACTERS:
+    for document in corpus.documents():
+        if document.ids is not None or characters >= COVERED_CHARACTERS:
             break
+        for text in document.texts:
+            counts = tokenizer.covered(text[:COVERED_CHARACTERS])
+            characters, covered = characters + counts[0], covered + counts[1]
     if 2 * covered < characters:
         raise TokenizerError(
             f"the tokenizer makes no token of {characters - covered:,} of the first {characters:,} characters (white space not "
@@ -221,12 +220,16 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
 def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], max_length: int | None) -> None:
     """Raises CorpusError if there is nothing to train on."""
     dropped = sum(part.dropped_documents for part in parts)
+    if corpus.separator and not any(repr(corpus.separator) in what for what in counts.noted):
+        what = f"the document separator {corpus.separator!r} is in no file that is one text"
+        raise CorpusError(f"source {corpus.source!r}: {what}: correct it, or omit it (--document-separator)")
     if not parts:
         left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
         if counts.untrained:
             left_out.append(f"{counts.untrained} switch off the loss of everything")
         if counts.not_text:
             left_out.append(f"{len(counts.not_text)} files are not UTF-8 text ({', '.join(counts.not_text[:3])})")
+        left_out += [f"{count:,} {what}" for what, count in counts.noted.items()]
         left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
         why = ", ".join(left_out) or "it is empty"
         raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with content")
@@ -271,6 +274,7 @@ def _manifest(
         checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
         unknown_name=next((part.unknown_name for part in parts if part.unknown_name), ""),
         formats=counts.formats,
+        noted=dict(counts.noted),
         untrained_documents=counts.untrained,
         unused=counts.unused,
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),

@@ -18,8 +18,6 @@ from longctx.tokenizer_files import TOKENIZER_FILES, find, read_json
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of a processor of images."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -35,7 +33,6 @@ class Pretrained:
         variables: variables of the templates: the special tokens by role.
         ends: all end-of-text and end-of-turn tokens.
         folder, files: files that an export needs, relative to the folder.
-        reads_images: whether the model reads images, so that its template takes contents as lists.
     """
 
     name: str
@@ -46,7 +43,6 @@ class Pretrained:
     ends: Sequence[str]
     folder: Path
     files: Sequence[Path]
-    reads_images: bool = False
 
     @classmethod
     def load(cls, name: str, end_of_document: str | None = None) -> "Pretrained":
@@ -94,7 +90,6 @@ class Pretrained:
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
             find(folder, FILES),
-            any((folder / name).is_file() for name in PROCESSOR_FILES),
         )
 
 

@@ -5,7 +5,6 @@ Of tables, they read the columns that `columns` chooses of their names. Errors n
 
 import csv
 import io
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +17,6 @@ from longctx.data.messages import FormatError, parse_json, without_nulls
 from longctx.data.token_ids import IDS_KEYS
 from longctx.errors import UserError, brief
 
-LISTS = ("messages", "conversations", "chosen", "rejected", "prompt", "completion", "response", "history")
-"""Columns of CSV whose cells may be lists in JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -92,7 +89,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     for number, line in enumerate(_lines(file), start=1):
-        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        line = line.removeprefix(BYTE_ORDER_MARK)  # of several files in a row, each may begin with one
         if not line.strip():
             continue
         try:
@@ -112,7 +109,7 @@ def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     try:
         content = parse_json(text)
     except FormatError as error:
-        first = next((line for line in text.splitlines() if line.strip()), "")
+        first = next((line for line in text.split("\n") if line.strip()), "")  # JSON may contain other line breaks
         try:
             parse_json(first)
         except FormatError:
@@ -167,11 +164,9 @@ def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
 
 
 def _cell(key: str, cell: str) -> Any:
-    """Returns a weight as a number, messages as a list, and any other cell as text."""
+    """Returns a weight as a number, and any other cell as text."""
     try:
-        if key == "weight":
-            return float(cell) if cell else None
-        return json.loads(cell) if key in LISTS and cell.startswith("[") else cell
+        return (float(cell) if cell else None) if key == "weight" else cell
     except ValueError:
         return cell
 
@@ -216,6 +211,8 @@ def _read_table(
     row = 0
     try:
         schema, rows, batches = opened()
+        if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
+            raise CorpusError(f"{file} has several columns {twice!r}: columns must have different names")
         names = _columns(schema.names, columns, str(file))
         unread = dict.fromkeys(set(schema.names) - set(names), ...)  # so that records count them as not used
         share = file.stat().st_size / max(1, rows)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from longctx.data.markup import Markup
 from longctx.data.pretrained import Pretrained
 from longctx.data.sampler import TRUNCATED
 from longctx.data.template import Template, marks_generation
-from longctx.data.tokenizer import Tokenizer, TokenizerError
+from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
 
 TREATMENTS = ("error", "drop", *TRUNCATED)
 """What may happen to conversations that are too long."""
@@ -24,10 +24,10 @@ TREATMENTS = ("error", "drop", *TRUNCATED)
 class StoreRequest:
     """A store that is asked for, checked as far as possible before the source is read. Raises as `prepare` does.
 
-    Attributes are those of `prepare`; `corpus` is open.
+    Attributes are those of `prepare`; `source` is an open corpus.
     """
 
-    corpus: Corpus
+    source: Corpus
     tokenizer: str
     end_of_document: str | None
     vocab_size: int
@@ -37,6 +37,7 @@ class StoreRequest:
     max_length: int | None
     long_documents: str
     empty_thoughts: bool
+    special_as_text: bool
 
     def __post_init__(self) -> None:
         if self.train_on not in TRAIN_ON:
@@ -62,6 +63,13 @@ class StoreRequest:
         return Tokenizer.load(Path(self.tokenizer), self.end_of_document)
 
     @cached_property
+    def corpus(self) -> Corpus:
+        """The source, whose plain text files are split where a document ends, unless that token is text, or may end turns."""
+        ends_turns = self.pretrained is not None and self.pretrained.templates is not None
+        own = () if self.given is None or ends_turns else (self.given.end_of_document_token,)
+        return self.source if self.special_as_text else replace(self.source, ends=(*own, END_OF_DOCUMENT))
+
+    @cached_property
     def templates(self) -> Mapping[bool, str] | None:
         """Jinja templates without (False) and with tools (True); None: ChatML."""
         return _with_variables(_templates(self.pretrained, self.chat_template), self.variables)
@@ -73,13 +81,12 @@ class StoreRequest:
         if known is None or self.templates is None:
             return None
         markup = Markup(known.tokenizer.text, known.tokenizer.dtype)
-        options = self.train_on, self.empty_thoughts, known.reads_images
-        return Template(self.templates, known.variables, markup, known.ends, *options)
+        return Template(self.templates, known.variables, markup, known.ends, self.train_on, self.empty_thoughts)
 
     @cached_property
     def _content(self) -> dict[str, Any]:
         """What the tokens depend on, besides the tokenizer."""
-        names = ("train_on", "max_length", "long_documents", "empty_thoughts")
+        names = ("train_on", "max_length", "long_documents", "empty_thoughts", "special_as_text")
         content = {"source": self.corpus.fingerprint(), **{name: getattr(self, name) for name in names}}
         if self.pretrained is not None:
             files = [(self.pretrained.folder / file).read_bytes() for file in self.pretrained.files]

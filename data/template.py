@@ -21,7 +21,7 @@ from typing import Any
 from longctx.data.chat import ChatError, Message, check_role, trained_turns
 from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
-from longctx.data.messages import in_parts, parse_arguments
+from longctx.data.messages import Parts, parse_arguments
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
@@ -74,7 +74,6 @@ class Template:
         ends: special tokens that may end a turn, besides the templates' own.
         train_on: see `TRAIN_ON`.
         empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
-        in_parts: whether contents are given as lists of texts, as templates of models that read images expect them.
     """
 
     def __init__(
@@ -85,15 +84,16 @@ class Template:
         ends: Sequence[str] = (),
         train_on: str = "assistant",
         empty_thoughts: bool = False,
-        in_parts: bool = False,
     ) -> None:
-        self._texts, self._in_parts = texts, in_parts
+        self._texts, self._reasoning_keys = texts, reasoning_keys("".join(texts.values()))
         self._variables = dict(variables)
         self.markup = markup
         self._ends = ends
         self._train_on, self._empty_thoughts = train_on, empty_thoughts
         self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}
+        self._reads_texts, self._reads_lists = True, False  # so that the probes stay as they are
+        self._reads_texts, self._reads_lists = self._shows("probe"), self._shows([{"type": "text", "text": "probe"}])
 
     def render(
         self,
@@ -125,7 +125,7 @@ class Template:
                 learned = [(_after_thought(text, *span, messages[turn]), span[1]) for turn, span in each]
             thoughts = sum(before != after for before, after in zip(spans, learned, strict=True))
             spans, (start, stop) = learned, learned[-1]
-            ended = text[stop:].strip() or self.markup.spells_special_tokens(self.markup.pieces(text.rstrip())[-1])
+            ended = text[stop:].strip() or self.markup.special_tokens(self.markup.pieces(text.rstrip())[-1])
             if ended or not self.ends_no_turn:
                 return Rendered(text, spans, missing, thoughts=thoughts, weights=weights)
             spans = [*spans[:-1], (start, len(text))]
@@ -173,16 +173,12 @@ class Template:
             return message
         return {self._reasoning_keys[0] if key == given[0] else key: value for key, value in message.items()}
 
-    @cached_property
-    def _reasoning_keys(self) -> list[str]:
-        return reasoning_keys("".join(self._texts.values()))
-
     def _render(
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils import chat_template_utils
 
-        messages = [*map(in_parts, messages)] if self._in_parts else messages
+        messages = [*map(self._as_read, messages)]
         compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
         try:
             if compiled and not marks and not any(key in message for message in messages for key in _TEXTS[1:]):
@@ -205,6 +201,21 @@ class Template:
                 "conversation, or use another template (--chat-template FILE)"
             ) from error
         return text, spans[0] if marks else []
+
+    def _as_read(self, message: Message) -> Message:
+        """Returns the message with its content in the form in which it is given, or in the other if the template reads that."""
+        content = message.get("content")
+        if content is None or not self._reads_lists or (self._reads_texts and not isinstance(content, Parts)):
+            return message
+        return {**message, "content": content.parts if isinstance(content, Parts) else [{"type": "text", "text": content}]}
+
+    def _shows(self, content: Any) -> bool:
+        """Returns whether the template shows the words of a content of this form, and does not print a list as it is."""
+        for question in _probes():
+            with suppress(ChatError):
+                text = self._text([*question[:-1], {**question[-1], "content": content}], None)
+                return "probe" in text and not re.search(r"""['"]type['"]""", text)
+        return False
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         return self._render(messages, tools, prompt)[0]
@@ -233,11 +244,8 @@ class Template:
             return None
         owners = [ord(mark) - _FIRST for mark in _MARK.findall(rendered)]
         places = list(accumulate(map(len, texts)))  # mark k is before character places[k], after texts[k]
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for mark, owner in enumerate(owners):
-            first.setdefault(owner, mark)
-            last[owner] = mark
+        first = {owner: mark for mark, owner in reversed([*enumerate(owners)])}
+        last = {owner: mark for mark, owner in enumerate(owners)}
         spans = []
         for turn in turns:
             owner = turn % _MARKS
@@ -319,10 +327,9 @@ class Template:
         if mark not in owners:
             raise ChatError("the chat template omits messages")
         text = _MARK.split(rendered)[len(owners) - owners[::-1].index(mark)]
-        return [part for piece in self.markup.pieces(text) for part in self._parts(piece)]
-
-    def _parts(self, piece: str) -> Sequence[str]:
-        return [piece] if self.markup.spells_special_tokens(piece) else piece
+        return [
+            part for piece in self.markup.pieces(text) for part in ([piece] if self.markup.special_tokens(piece) else piece)
+        ]
 
     def _between_prefixes(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> tuple[int, int]:
         """Returns the span of a turn by the renderings of the messages before it and up to its end.
@@ -348,7 +355,7 @@ class Template:
                 f"{where} differently when more messages follow: {WAY_OUT}"
             )
         text = full.rstrip()  # white space after the end-of-turn token is not generated
-        ends = len(text) > len(prompt) and self.markup.spells_special_tokens(self.markup.pieces(text)[-1])
+        ends = len(text) > len(prompt) and self.markup.special_tokens(self.markup.pieces(text)[-1])
         return len(prompt), len(text) if ends else len(full)
 
 
@@ -373,6 +380,8 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:
+        if isinstance(value, Parts):
+            return Parts.of([{**part, "text": wrap(part["text"])} for part in value.parts])
         if isinstance(value, str):
             text = value.strip()
             head = len(value) - len(value.lstrip()) if text else 0

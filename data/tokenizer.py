@@ -29,7 +29,6 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|endâ–ofâ–
 ANOTHER_TOKENIZER = (
     "use a tokenizer that represents every character, such as --tokenizer bpe or bytes, or one with byte fallback"
 )
-"""Mask tokens to look for in a given tokenizer.json, in this order."""
 LARGEST_VOCABULARY = (1 << 31) - 1
 LARGEST_TRAINED = 1 << 24
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
@@ -58,8 +57,6 @@ class Tokenizer:
         self.text = text
         self._inner.no_truncation()
         self._inner.no_padding()
-        # Text that happens to contain a special token stays text: a document must not be able to end itself.
-        self._inner.encode_special_tokens = True
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of entries: ids may have holes
         if self.vocab_size > LARGEST_VOCABULARY:
@@ -122,11 +119,16 @@ class Tokenizer:
             raise TokenizerError(f"{path}: {error}") from error
 
     @cached_property
+    def special(self) -> dict[int, str]:
+        """Texts of the special tokens by their ids."""
+        added = self._inner.get_added_tokens_decoder().items()
+        return {number: token.content for number, token in added if token.special}
+
+    @cached_property
     def ordinary(self) -> npt.NDArray[np.int64]:
         """Ids of all tokens but special ones and the end of a document, ascending."""
-        special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
         everything = set(self._inner.get_vocab(with_added_tokens=True).values())
-        return np.array(sorted(everything - special - {self.end_of_document}), np.int64)
+        return np.array(sorted(everything - self.special.keys() - {self.end_of_document}), np.int64)
 
     def save(self, path: Path) -> None:
         """Writes the tokenizer.json, byte for byte as it was given."""
@@ -142,13 +144,17 @@ class Tokenizer:
         """Smallest integer type of a store that holds every id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
-    def encode(self, text: str) -> TokenArray:
-        """Returns the token ids `[tokens]` of a text, without special tokens."""
-        return self.encode_batch([text], workers=1)[0]
+    def encode(self, text: str, *, special: bool = False) -> TokenArray:
+        """Returns the token ids `[tokens]` of a text, without special tokens around it; see `encode_batch`."""
+        return self.encode_batch([text], special=special, workers=1)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, workers: int | None = None) -> list[TokenArray]:
-        """Encodes several texts in `workers` threads (None: one per core). Raises TokenizerError for a text that it cannot."""
-        if self.is_bytes:
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False, workers: int | None = None) -> list[TokenArray]:
+        """Encodes several texts in `workers` threads (None: one per core). Raises TokenizerError for a text that it cannot.
+
+        Special tokens that a text contains become their own ids, as in transformers, if `special`, and characters otherwise.
+        """
+        self._inner.encode_special_tokens = not special
+        if self.is_bytes and not (special and any(token in text for token in self.special.values() for text in texts)):
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
         # One text per call: only an environment variable can size the library's own pool. Calls release the GIL.
         with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
@@ -174,11 +180,7 @@ class Tokenizer:
 
         Raises TokenizerError if the tokenizer lacks characters of the text.
         """
-        self._inner.encode_special_tokens = False
-        try:
-            tokens = self._encode_one(text)
-        finally:
-            self._inner.encode_special_tokens = True
+        tokens = self.encode(text, special=True)
         if self.unknown in tokens.tolist():
             raise TokenizerError(f"the tokenizer lacks characters of the marker {text!r}: {ANOTHER_TOKENIZER}")
         return tokens

@@ -50,6 +50,7 @@ class Part:
     unknown_name: str = ""
     dropped_documents: int = 0
     truncated_documents: int = 0
+    spelled_tokens: int = 0
     spelled_documents: int = 0
     spelled_name: str = ""
     straddling_tokens: int = 0
@@ -64,7 +65,8 @@ class Part:
 
 SUMS = (
     *("documents", "tokens", "trained_tokens", "unknown_tokens", "unknown_documents", "dropped_documents"),
-    *("truncated_documents", "spelled_documents", "straddling_tokens", "empty_thoughts", "weighted_documents"),
+    *("truncated_documents", "spelled_tokens", "spelled_documents", "straddling_tokens", "empty_thoughts"),
+    "weighted_documents",
 )
 """Numbers of a part that add up to those of the store."""
 
@@ -189,9 +191,9 @@ class _PartWriter:
         part.unknown_tokens += sum(unknown)
         part.unknown_documents += sum(map(bool, unknown))
         part.unknown_name = part.unknown_name or next((name for name, count in zip(names, unknown, strict=True) if count), "")
-        spelled = [row.document.name for row in rows if row.spelled]
-        part.spelled_documents += len(spelled)
-        part.spelled_name = part.spelled_name or next(iter(spelled), "")
+        part.spelled_tokens += sum(row.spelled for row in rows)
+        part.spelled_documents += sum(row.spelled > 0 for row in rows)
+        part.spelled_name = part.spelled_name or next((row.document.name for row in rows if row.spelled), "")
         part.left_out = dict(Counter(part.left_out) + Counter(name for row in rows for name in row.left_out))
         part.truncated_documents += sum(row.truncated for row in rows)
         part.empty_thoughts += sum(row.thoughts for row in rows)

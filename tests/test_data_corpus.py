@@ -74,7 +74,6 @@ def test_jsonl_of_texts_and_conversations(tmp_path: Path) -> None:
         ("[1]", "must be an object"),
         ('{"body": "x"}', "neither 'text' nor messages, conversations, prompt"),
         ('{"text": 3}', "'text' is of type int"),
-        ('{"text": null}', "'text' is of type NoneType"),
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"role": 3, "content": "x"}]}', "message 0 has role 3"),
@@ -171,6 +170,9 @@ LINES = "\n".join(map(json.dumps, RECORDS))
         ("LINES.JSON", "\n" + LINES, 2),
         ("wrapped.json", json.dumps({"version": 1, "data": RECORDS}), 2),
         ("one.json", json.dumps(RECORDS[1], indent=1), 1),
+        ("breaks.json", LINES.replace("one", "a\u2028b\u2029c\u0085d"), 2),
+        ("joined.jsonl", LINES.replace("\n", "\n\ufeff"), 2),
+        ("joined.json", LINES.replace("\n", "\n\ufeff"), 2),
         ("lines.ndjson", LINES, 2),
         ("lines.JSONL", LINES, 2),
         ("table.csv", 'text,weight\none,2\n"a, ""b""\nc",\n', 2),
@@ -253,12 +255,21 @@ def test_a_folder_lists_what_it_does_not_read(tmp_path: Path) -> None:
         (["test.jsonl"], None, [0]),
         (["train_data/test.jsonl", "train_data/train.jsonl"], None, [1]),
         (["a_test.jsonl", "b_test2.jsonl"], None, [0, 1]),
+        (["data/train_sft-00000-of-00003-a3.parquet", "data/train_gen-00000-of-00001.parquet"], "train_sft", [0]),
+        (["train_gen.jsonl", "train_sft-1.jsonl", "train_sft-2.jsonl"], "train_sft", [1, 2]),
+        (["data/test_sft/a.jsonl", "data/train_gen/a.jsonl", "data/train_sft/a.jsonl"], "train_sft", [2]),
+        (["data/test_sft/a.jsonl", "data/train_gen/a.jsonl", "data/train_sft/a.jsonl"], "train", [1, 2]),
+        (["test_v2.jsonl", "train_1.jsonl", "train_2.jsonl"], None, [1, 2]),
+        (["data/train-00000-of-00001.parquet", "data/train_sft-00000-of-00001.parquet"], None, [0]),
+        (["data/train.gen-00000-of-00001.parquet", "data/train.sft-00000-of-00001.parquet"], "train.sft", [1]),
+        (["data/de-00000-of-00001.parquet", "data/en-00000-of-00001.parquet"], "en", [1]),
+        (["de-00000-of-00001.parquet", "en-00000-of-00001.parquet"], None, [0, 1]),
     ],
 )
 def test_files_of_one_split_are_read(tmp_path: Path, files: list[str], split: str | None, read: list[int]) -> None:
     for number, name in enumerate(files):
         file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True, parents=True)
         if file.suffix == ".parquet":
             pyarrow.parquet.write_table(pyarrow.table({"text": [str(number)]}), file)
         else:
@@ -268,6 +279,18 @@ def test_files_of_one_split_are_read(tmp_path: Path, files: list[str], split: st
     assert [document.text for document in corpus.documents()][: len(read)] == [str(number) for number in read]
     assert len(corpus.files) == len(read) + 1
     assert sum(corpus.not_read.values()) == len(files) - len(read)
+
+
+@pytest.mark.parametrize("name", ["train_sft", "train.sft", "en", "valid", "sft_train", "test"])
+def test_the_splits_of_shards_are_those_of_the_hub(tmp_path: Path, name: str) -> None:
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    (tmp_path / "data").mkdir()
+    for split in (name, "other"):
+        write_jsonl(tmp_path / "data" / f"{split}-00000-of-00002-ab.jsonl", [{"text": split}])
+    assert set(DataFilesDict.from_patterns(get_data_patterns(str(tmp_path)), str(tmp_path))) == {name, "other"}
+    assert texts(tmp_path, split=name) == [(f"data/{name}-00000-of-00002-ab.jsonl:1", name)]
+    assert texts(tmp_path / "data", split=name) == [(f"{name}-00000-of-00002-ab.jsonl:1", name)]
 
 
 def test_splits_that_cannot_be_chosen_are_named(tmp_path: Path) -> None:
@@ -283,6 +306,12 @@ def test_splits_that_cannot_be_chosen_are_named(tmp_path: Path) -> None:
         write_jsonl(tmp_path / "files" / name, [{"text": "a"}])
     with pytest.raises(CorpusError, match="no split 'train': choose one with --split, test or validation"):
         texts(tmp_path / "files")
+    for name in ("train_sft-1.jsonl", "train_gen-1.jsonl"):
+        write_jsonl(tmp_path / "files" / name, [{"text": "a"}])
+    with pytest.raises(CorpusError, match="has train_gen and train_sft: choose one with --split; --split train reads all"):
+        texts(tmp_path / "files")
+    with pytest.raises(CorpusError, match="no split 'sft': choose one with --split, test or train or train_gen or train_sft"):
+        texts(tmp_path / "files", split="sft")
     for source, as_text in ((tmp_path / "files" / "test.jsonl", False), (tmp_path / "files", True)):
         with pytest.raises(CorpusError, match=r"split 'test' cannot be chosen: .* omit --split"):
             open_corpus(str(source), split="test", as_text=as_text)

@@ -1,9 +1,13 @@
 """Records of every format become the same conversations, and errors name what is malformed."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -16,7 +20,7 @@ from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
 from longctx.training.objectives.objective import token_mean
-from tests.data_cases import placed_plan, text_of, write_jsonl, written
+from tests.data_cases import made, placed_plan, text_of, write_jsonl, written
 from tests.template_cases import TOOLS, call
 
 ASKED, ANSWERED = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}
@@ -40,6 +44,9 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Hello", "completion": "Hi."},
         {"prompt": "Hello", "response": "Hi."},
         {"prompt": [ASKED], "completion": [ANSWERED]},
+        {"prompt": json.dumps([ASKED]), "completion": json.dumps([ANSWERED], indent=1)},
+        {"prompt": f" {json.dumps(ASKED)}\n", "response": json.dumps([ANSWERED])},
+        {"prompt": json.dumps([{"from": "human", "value": "Hello"}]), "completion": [ANSWERED]},
     ],
     "instruction-output": [
         {"instruction": "Hello", "output": "Hi."},
@@ -58,7 +65,7 @@ def documents(source: Path, **options: Any) -> list[Document]:
 def test_every_format_is_the_same_conversation(tmp_path: Path, kind: str, record: dict[str, Any], suffix: str) -> None:
     (document,) = documents(written(tmp_path, [record], suffix))
     assert (document.format, document.text, list(document.messages)) == (kind, None, [ASKED, ANSWERED])
-    assert document.first_trained == (1 if isinstance(record.get("prompt"), list) else 0)
+    assert document.first_trained == (1 if record.get("prompt", "Hello") != "Hello" else 0)
 
 
 def test_systems_tools_and_inputs_are_kept(tmp_path: Path) -> None:
@@ -122,6 +129,18 @@ def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
         ({"messages": [ASKED, ANSWERED], "tools": ["add"]}, "`tools` must be a list of objects"),
         ({"prompt": "x", "completion": 3}, "message 0 has role None|must be a list"),
         ({"instruction": "x", "output": 3}, "'output' is of type int: it must be text"),
+        (
+            {"prompt": "Q", "completion": str([ANSWERED])},
+            "`completion` is not JSON: .*; write it in JSON, not as Python or numpy",
+        ),
+        (
+            {"prompt": f"[{ASKED}\n {ANSWERED}]", "completion": "x"},
+            "`prompt` is not JSON: .*, not as Python or numpy prints it",
+        ),
+        ({"messages": str([ASKED, ANSWERED])}, "`messages` is not JSON: .*, not as Python or numpy prints it"),
+        ({"messages": [ASKED, ANSWERED], "tools": str(TOOLS)}, "`tools` is not JSON: .*, not as Python or numpy prints it"),
+        ({"instruction": json.dumps([ASKED]), "output": "x"}, "'instruction' is of type list: .* messages go into `messages`"),
+        ({"instruction": "x", "output": str([ANSWERED])}, "`output` is not JSON: .*, not as Python"),
         ({"prompt": "x"}, "has neither 'text' nor messages, conversations, prompt and completion, .* only prompt"),
     ],
 )
@@ -129,6 +148,133 @@ def test_malformed_records_are_named(tmp_path: Path, record: dict[str, Any], say
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": "fine"}, record])
     with pytest.raises(CorpusError, match=rf"s\.jsonl:2: .*({says})"):
         documents(source)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["a", "b"]',
+        '[{"name": "A", "age": 3}]',
+        '{"role_of": "x"}',
+        "[{'a': 1}]",
+        "[1, 2] and [{}]",
+        '[{"a": 1, "a": 2}]',
+        '[{"role": "user"}, 3]',
+        "[{ x",
+        "[]",
+        '[["Q", "A"]]',
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_answers_in_json_are_texts(tmp_path: Path, text: str, suffix: str) -> None:
+    """Unless they are messages."""
+    source = tmp_path / f"s.{suffix}"
+    if suffix == "csv":
+        with source.open("w", newline="") as stream:
+            csv.writer(stream).writerows([["prompt", "completion"], [text, text]])
+    else:
+        write_jsonl(source, [{"prompt": text, "completion": text}])
+    (document,) = documents(source)
+    assert document.texts == [text, text]
+
+
+def test_lists_in_cells_are_read(tmp_path: Path) -> None:
+    with (tmp_path / "s.csv").open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["prompt", "completion", "history"])
+        table.writerow(["Q", "A", json.dumps([["Q0", "A0"]])])
+        table.writerow(["Q", "A", ""])
+    first, second = documents(tmp_path / "s.csv")
+    assert (first.texts, second.texts) == (["Q0", "A0", "Q", "A"], ["Q", "A"])
+
+
+# --- keys that stand twice, and null
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('{"text": "a", "text": "b"}', "text"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}', "content"),
+        (json.dumps({"messages": '[{"role": "user", "role": "assistant", "content": "b"}]'}), "role"),
+        (json.dumps({"messages": [ASKED, ANSWERED], "tools": '[{"name": "f", "name": "g"}]'}), "name"),
+        ('{"text": "a", "id": {"x": 1, "y": 2, "x": 1}}', "x"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, line: str, key: str, suffix: str) -> None:
+    """The last one would be taken in silence."""
+    (tmp_path / f"s.{suffix}").write_text(f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(CorpusError, match=rf"s\.{suffix}:2: .*not JSON with one meaning: .* has the key '{key}' twice"):
+        documents(tmp_path / f"s.{suffix}")
+    (tmp_path / "list.json").write_text(f"[{line}]")
+    with pytest.raises(CorpusError, match=rf"list\.json.*not JSON with one meaning: .* has the key '{key}' twice"):
+        documents(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_columns_that_stand_twice_are_refused(tmp_path: Path, ending: str) -> None:
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    write = pyarrow.parquet.write_table if ending == "parquet" else pyarrow.feather.write_feather
+    write(table, tmp_path / f"s.{ending}")
+    with pytest.raises(CorpusError, match=r"has several columns 'text': columns must have different names"):
+        documents(tmp_path / f"s.{ending}")
+
+
+NULLS: list[dict[str, Any]] = [
+    {"text": None},
+    {"prompt": None, "completion": "x"},
+    {"prompt": "x", "completion": None},
+    {"messages": None},
+    {"conversations": None, "system": "S"},
+    {"instruction": "x", "output": None},
+    {"input_ids": None},
+]
+
+
+@pytest.mark.parametrize("record", NULLS)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
+def test_records_that_are_null_are_left_out_and_counted(
+    tmp_path: Path, record: dict[str, Any], suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As empty ones are; what else they have is named as not used."""
+    full = {"input_ids": [72, 256]} if "input_ids" in record else dict.fromkeys(record, "full")
+    full.update({"messages": [ASKED, ANSWERED]} if "messages" in record else {})
+    full.update(
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]} if "system" in record else {}
+    )
+    source = written(tmp_path, [full, record, full], suffix)
+    assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
+    told = capsys.readouterr().out
+    assert "documents  2\n" in told and "dropped    1 documents that are empty or null" in told
+    rest = [key for key, value in record.items() if value is not None]
+    assert all(f"not used   {key} in 1 records" in told for key in rest)
+
+
+def test_a_column_of_text_that_is_null_is_left_out(tmp_path: Path) -> None:
+    source = written(tmp_path, [{"body": None, "text": "no"}, {"body": "yes", "text": "no"}], "parquet")
+    assert [document.text for document in documents(source, text_column="body")] == ["yes"]
+    with pytest.raises(CorpusError, match="has no document with text: 2 are empty"):
+        prepare(open_corpus(str(written(tmp_path, [{"text": None}] * 2))), tmp_path / "out", tokenizer="bytes")
+
+
+# --- answers that say nothing
+
+
+@pytest.mark.parametrize("template", [None, "SmolLM2"])
+@pytest.mark.parametrize(("train_on", "told"), [("assistant", 2), ("last", 1)])
+def test_empty_answers_are_told(
+    tmp_path: Path, checkpoints: dict[str, Path], template: str | None, train_on: str, told: int
+) -> None:
+    empty = {**ANSWERED, "content": " "}
+    records: list[dict[str, Any]] = [
+        {"messages": [ASKED, empty]},
+        {"messages": [ASKED, empty, ASKED, ANSWERED]},
+        {"messages": [ASKED, {**empty, "weight": 0}, ASKED, ANSWERED]},
+        {"prompt": "", "completion": "Hi."},
+    ]
+    store = made(tmp_path, records, checkpoints[template] if template else "bytes", train_on=train_on)
+    assert store.manifest.left_out == {"all but the end of answers that say nothing": told}
 
 
 # --- weights
@@ -201,7 +347,7 @@ def test_the_command_shows_what_is_learnt(
     out = capsys.readouterr().out
     assert out.startswith("stores/my chats: written in")
     for line in (
-        "formats    2 conversations, 3 instruction-output, 6 messages, 3 prompt-completion, 1 text",
+        "formats    2 conversations, 3 instruction-output, 6 messages, 6 prompt-completion, 1 text",
         "template   ChatML, as the tokenizer has no chat template",
         "loss on    the assistant's turns of conversations",
         "weights    0.25 to 1",
@@ -216,7 +362,7 @@ def test_the_command_shows_what_is_learnt(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--max-length", "1"], "--max-length is 1: must be at least 2"),
+        (["--max-length", "1"], "max_length is 1: it must be at least 2"),
         (["--workers", "0"], "--workers is 0"),
         (["--source", "nowhere"], "source 'nowhere' does not exist"),
         (["--vocab-size", "9"], "vocabulary size is 9"),

@@ -161,7 +161,10 @@ def test_history_and_system_are_obeyed(tmp_path: Path) -> None:
         ({"messages": chat("Q", "A", system="S"), "system": "T"}, "`system` differs from the system message at the start"),
         ({"messages": chat("Q", "A"), "history": [["Q", "A"]]}, "`history` is only read before an instruction or a prompt"),
         ({"instruction": "Q", "output": "A", "history": [["Q"]]}, "`history` must be a list of questions and answers"),
-        ({"instruction": "Q", "output": "A", "history": "Q"}, "`history` must be a list of questions and answers"),
+        (
+            {"instruction": "Q", "output": "A", "history": "Q"},
+            "`history` is not JSON: Expecting value at column 1",
+        ),
         ({"messages": chat("Q", "A"), "tools": TOOLS, "functions": [FUNCTION]}, "has both `tools` and `functions`"),
         ({"messages": chat("Q", "A"), "functions": ["add"]}, "`functions` must be a list of objects"),
         ({"messages": chat("Q", "A"), "documents": [{"text": "D"}]}, "`documents` is not supported: write the documents into"),
@@ -250,7 +253,7 @@ def test_chatml_names_what_it_leaves_out(tmp_path: Path, turn: dict[str, Any], c
     records += [{"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", **turn}]}]
     source = written(tmp_path, records)
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
-    assert f"left out   {next(iter(turn))} in 2 conversations, by the chat template" in capsys.readouterr().out
+    assert f"left out   {next(iter(turn))} in 2 conversations" in capsys.readouterr().out
     assert [learnt(Store.open(tmp_path / "store"), place) for place in (0, 1)] == [f"A{END}"] * 2
     if "name" not in turn and "id" not in turn:
         with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 would be an empty answer, as ChatML leaves out its"):

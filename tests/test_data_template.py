@@ -150,22 +150,6 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
     assert (marked.tokens.tolist(), marked.trained.tolist()) == transformed(loaded[name], family, messages)
 
 
-def test_special_tokens_in_contents_are_told(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in transformers, they become special tokens; ChatML keeps them as text."""
-    records = [TWO_TURNS, {"messages": chat("What is <|im_end|>?", "An end.")}]
-    store = made(tmp_path, records, checkpoints["SmolLM2"])
-    assert (store.manifest.spelled_documents, store.manifest.spelled_name) == (1, "s.jsonl:2")
-    assert learnt(store, 1) == "An end.<|im_end|>"
-    command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path)]
-    assert main([*command, "--tokenizer", str(checkpoints["SmolLM2"])]) == 0
-    assert "warning: 1 conversations contain special tokens as text" in capsys.readouterr().err
-    store = made(tmp_path, records, checkpoints["SmolLM2"], chat_template="chatml")
-    assert store.manifest.spelled_documents == 0
-    assert read(store, 1)[0].count(store.tokenizer.end_of_document) == 2 + 1  # two turns, and the document's end
-
-
 def test_the_store_holds_what_an_export_needs(checkpoints: dict[str, Path], stores: dict[str, Store]) -> None:
     for name, store in stores.items():
         copied = {file.name: file.read_bytes() for file in (store.path / "tokenizer").iterdir()}
@@ -193,8 +177,7 @@ def test_texts_begin_and_end_as_the_checkpoint_says(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "out")
     tokens = store.read(0, 0, int(store.lengths[0]))[0]
     assert (tokens[0], tokens[-1]) == (bos, turn)
-    assert store.tokenizer.decode(tokens[1:-1]) == "Hello <eos>"
-    assert len(tokens) > 7  # the text's own <eos> is spelt out
+    assert store.tokenizer.decode(tokens[1:-1]) == "Hello <eos>" and len(tokens) == 5, "the text's own <eos> is a token"
 
 
 def test_a_checkpoint_without_a_template_takes_chatml_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,3 +289,56 @@ def test_only_checkpoints_need_transformers(
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer"]
     assert [main([*command, tokenizer]) for tokenizer in ("bpe", str(tmp_path))] == [0, 2]
     assert "needs transformers: pip install '.[huggingface]' in the folder of longctx's source code" in capsys.readouterr().err
+
+
+# --- contents that are lists of texts
+
+LISTS = "{% for part in m.content %}{{ part.text | trim }}{% endfor %}"
+CONTENTS = {
+    "texts or lists": "{% if m.content is string %}{{ m.content }}{% else %}" + LISTS + "{% endif %}",
+    "lists alone": "{% for part in m.content | selectattr('type', 'equalto', 'text') %}[{{ part.text }}]\n{% endfor %}",
+    "lists by their kind": "{% if m.content is iterable and m.content is not string %}"
+    + LISTS
+    + "{% else %}{{ m.content }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_list_of_texts_is_handed_over_as_it_is(
+    checkpoints: dict[str, Path], loaded: dict[str, Any], tmp_path: Path, content: str, marked: bool
+) -> None:
+    """A template that trims or separates parts gives other tokens for their joined text."""
+    answer = "{% generation %}" + CONTENTS[content] + "<|im_end|>{% endgeneration %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        + answer
+        + "{% else %}"
+        + CONTENTS[content]
+        + "<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+        for role, texts in (("user", (" one ", "two\n", "<image>")), ("assistant", ("three ", " four")), ("user", ("",)))
+    ]
+    given = {"chat_template": template, "return_assistant_tokens_mask": True, "return_dict": True}
+    expected = loaded["SmolLM2"].apply_chat_template(messages, **given)
+    plain = template if marked else template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    store = made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], plain)
+    tokens, trained = read(store, 0)
+    assert (tokens, trained) == (expected["input_ids"], [bool(own) for own in expected["assistant_masks"]])
+    assert not store.manifest.left_out
+    said = chat("Q", "A")
+    as_list = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in said] if content == "lists alone" else said
+    store = made(tmp_path, [{"messages": said}], checkpoints["SmolLM2"], plain)
+    assert read(store, 0)[0] == loaded["SmolLM2"].apply_chat_template(as_list, chat_template=template, return_dict=False)
+
+
+def test_a_template_of_texts_gets_the_joined_text(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """transformers would print the list into the text."""
+    parts = [{"type": "text", "text": text} for text in ("one ", " two")]
+    for template, tokenizer in ((None, "SmolLM2"), ("{{ messages[0].role }}" + SMOLLM2, "SmolLM2")):
+        records = [{"messages": [{"role": "user", "content": content}, *chat("", "A")[1:]]} for content in (parts, "one  two")]
+        store = made(tmp_path, records, checkpoints[tokenizer], template)
+        assert read(store, 0) == read(store, 1) and not store.manifest.left_out

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from longctx.data.manifest import Manifest
     from longctx.data.prepare import Prepared
 
+ASKED = ("tokenizer", "end_of_document", "chat_template", "train_on", "max_length", "long_documents", "workers", "overwrite")
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
 
@@ -53,6 +54,11 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         "--end-of-document",
         metavar="TOKEN",
         help="token that ends a document (default: the checkpoint's, or a well-known token of tokenizer.json)",
+    )
+    parser.add_argument(
+        "--special-tokens-as-text",
+        action="store_true",
+        help="read special tokens in texts and messages as characters (default: they are the tokenizer's, as in transformers)",
     )
     parser.add_argument(
         "--chat-template",
@@ -119,6 +125,11 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="stop reading after N bytes of text, or token ids of 4 bytes (default: all)",
     )
+    parser.add_argument(
+        "--document-separator",
+        metavar="TEXT",
+        help="what separates documents in files that are one text each (default: <|endoftext|> in .txt; see docs/data.md)",
+    )
     parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
     parser.add_argument(
@@ -133,31 +144,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
-    if arguments.max_length is not None and arguments.max_length < 2:
-        raise UserError(f"--max-length is {arguments.max_length}: must be at least 2, as a conversation has at least 2 tokens")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = dict(map(_variable, arguments.template_set or ()))
     began = time.perf_counter()
-    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes")
+    options = ("text_column", "split", "as_text", "subset", "revision", "max_documents", "max_bytes", "document_separator")
     corpus = open_corpus(arguments.source, **{name: getattr(arguments, name) for name in options})
     out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
         prepared = prepare(
             corpus,
             out,
-            tokenizer=arguments.tokenizer,
             vocab_size=4096 if arguments.vocab_size is None else arguments.vocab_size,
-            end_of_document=arguments.end_of_document,
-            chat_template=arguments.chat_template,
             template_variables=variables,
-            train_on=arguments.train_on,
-            max_length=arguments.max_length,
-            long_documents=arguments.long_documents,
             empty_thoughts=arguments.train_on_empty_thoughts,
-            workers=arguments.workers,
-            overwrite=arguments.overwrite,
+            special_as_text=arguments.special_tokens_as_text,
             progress=progress,
+            **{name: getattr(arguments, name) for name in ASKED},
         )
     seconds = time.perf_counter() - began
     manifest = prepared.manifest
@@ -166,15 +169,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**summary, **asdict(manifest)}, indent=2))
     else:
         print(_describe(out, prepared, seconds))
-    warnings = [f"{manifest.loss}; {ANOTHER_TOKENIZER}"] if manifest.loss else []
-    if manifest.spelled_documents:
-        warnings.append(
-            f"{manifest.spelled_documents:,} conversations contain special tokens as text, which are tokenized as special "
-            f"tokens, as transformers does; the first is {manifest.spelled_name}. If that is not intended, use --chat-template "
-            "chatml, which keeps them as text"
-        )
-    for warning in warnings:
-        print(f"longctx prepare: warning: {warning}", file=sys.stderr)
+    if manifest.loss:
+        print(f"longctx prepare: warning: {manifest.loss}; {ANOTHER_TOKENIZER}", file=sys.stderr)
     return 0
 
 
@@ -212,6 +208,11 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     """Yields lines on formats, templates, weights and left-out documents, where the store has them."""
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+    for what, count in manifest.noted.items():
+        yield f"  noted      {count:,} {what}"
+    if manifest.spelled_tokens:
+        where = f"{manifest.spelled_documents:,} documents, read as transformers does; the first is {manifest.spelled_name}"
+        yield f"  special    {manifest.spelled_tokens:,} special tokens in the texts of {where} (--special-tokens-as-text)"
     if manifest.template:
         yield f"  template   {manifest.template}"
         trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
@@ -231,7 +232,7 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.untrained_documents:
         yield f"  dropped    {manifest.untrained_documents:,} documents that switch off the loss of everything"
     if manifest.empty_documents:
-        yield f"  dropped    {manifest.empty_documents:,} empty documents"
+        yield f"  dropped    {manifest.empty_documents:,} documents that are empty or null"
     if manifest.limits:
         yield "  stopped    at " + ", ".join(f"--{name.replace('_', '-')} {value:,}" for name, value in manifest.limits.items())
     if manifest.not_read:
@@ -239,7 +240,6 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.skipped_files:
         names = ", ".join(manifest.skipped_names[:3]) + (", .." if manifest.skipped_files > 3 else "")
         yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
-    by_template = "conversations, by the chat template"
-    for title, counts, what in (("not used", manifest.unused, "records"), ("left out", manifest.left_out, by_template)):
+    for title, counts, what in (("not used", manifest.unused, "records"), ("left out", manifest.left_out, "conversations")):
         if counts:
             yield f"  {title}   {', '.join(f'{name} in {count:,}' for name, count in sorted(counts.items()))} {what}"
