@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from longctx.trainers.dynamic import _check_documents
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.step import Sharing
@@ -590,6 +591,28 @@ def test_documents_that_trl_has_cut_are_counted(tmp_path: Path, capsys: pytest.C
         f"note: {longer} of {DOCUMENTS} documents of train_dataset have exactly max_length=40 tokens" in capsys.readouterr().out
     )
     restore(ours)
+
+
+def test_what_plain_training_would_count_otherwise_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels on padding, and those after it; an argument that changes nothing."""
+    batches: list[dict[str, torch.Tensor]] = []
+
+    def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batches.append({name: each.flip(1) for name, each in pad(rows).items()})  # on the left
+        batches[-1]["labels"] = batches[-1]["input_ids"].clone()
+        return batches[-1]
+
+    ours = trainer(tmp_path, max_steps=1, average_tokens_across_devices=False)
+    ours.data_collator = padded
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    ours.train()
+    lost = batches[0]["labels"][:, 1:].numel() - sum(int(row.sum()) - 1 for row in batches[0]["attention_mask"])
+    printed = capsys.readouterr().out
+    assert printed.count("note:") == 1 and f"note: {lost} labels of a batch are on padding, or follow it" in printed
+    monkeypatch.setattr(type(ours.args), "world_size", 2)
+    assert "average_tokens_across_devices=False changes nothing" in next(_check_documents(ours, 200))
 
 
 @pytest.mark.parametrize(
