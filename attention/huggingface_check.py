@@ -347,10 +347,12 @@ def _token_ids(values: dict[str, Any]) -> Iterator[int]:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    """Sets evaluation mode, but not for linear layers: on CPUs those of bitsandbytes pack their weights in it, for good."""
+    before = {module: module.training for module in model.modules()}
+    for module in before:
+        module.training = isinstance(module, torch.nn.Linear)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in before.items():
+            module.training = training

@@ -44,6 +44,14 @@ def test_unsupported_families_are_refused_with_the_reason(kind: str, message: st
         one_document(model)
 
 
+def test_linear_layers_are_not_checked_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs those of bitsandbytes then pack their weights, once and for all, and have no backward any more."""
+    model, modes, forward = build("llama", "eager").eval(), [], nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: (modes.append(layer.training), forward(layer, x))[1])
+    prepare(model)
+    assert modes and all(modes) and not any(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize("kind", ["falcon_h1", "kimi_linear", "lfm2", "mamba", "mamba2", "minimax_m3_vl_text", "qwen3_next"])
 def test_other_mixing_of_tokens_is_noticed_without_being_declared(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("longctx.attention.linear.huggingface.LINEAR_LAYERS", ())

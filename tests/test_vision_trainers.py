@@ -156,6 +156,21 @@ def test_pixels_that_are_not_those_of_the_tokens_are_refused(tmp_path: Path) -> 
             attached(tmp_path / family, family, **changed).train()
 
 
+def test_images_side_by_side(tmp_path: Path) -> None:
+    """Of LLaVA, whose images all have as many tokens; cut ones are refused."""
+    ours = alone(tmp_path, "llava")
+    plain, ids = ours.model, torch.arange(50)[None] % 80
+    ids[:, 3:35] = vision_cases.IMAGE
+    batch = {"input_ids": ids, "labels": torch.where(ids == vision_cases.IMAGE, -100, ids)}
+    batch |= vision_cases.pixels("llava", [(0, 0), (0, 1)])
+    expected = plain(**batch).loss.item()
+    dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
+    assert ours.prediction_step(ours.model, batch, True)[0].item() == pytest.approx(expected, rel=1e-6)
+    batch["input_ids"][:, 33:35] = 5
+    with pytest.raises(TrainerError, match="tokens of images or videos in row 0 of a batch are not those of its pixels"):
+        ours.prediction_step(ours.model, batch, True)
+
+
 def reads(family: str, tokens: list[torch.Tensor], **changed: Any) -> list[DocumentImages | None]:
     """Returns the images of rows of `video_cases`; `changed` are fields of their batch."""
     sizes = SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2)

@@ -124,6 +124,19 @@ def report(trainer: Any) -> dict[str, Any]:
     }
 
 
+class Batches:
+    """A sampler of batches without a sampler of rows, and, as it may be, without a size."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        self.batches = [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Trains with `transformers.Trainer`; steps have the same documents on any number of ranks."""
     from transformers import Trainer, TrainingArguments
@@ -138,8 +151,18 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
         data = datasets.Dataset.from_list(data).to_iterable_dataset()
     if "fsdp" in options:
         select_fsdp_on_cpus()
-    predicting = options.pop("predicting", False)
-    trainer = Trainer(
+    predicting, sampling = options.pop("predicting", False), options.pop("sampling", None)
+    if sampling == "rebalanced":
+        options["train_sampling_strategy"] = "batch_rebalance"
+
+    class InBatches(Trainer):
+        def get_train_dataloader(self) -> Any:
+            batches = Batches(len(data), self.args.per_device_train_batch_size)
+            return self.accelerator.prepare(
+                torch.utils.data.DataLoader(data, batch_sampler=batches, collate_fn=self.data_collator)
+            )
+
+    trainer = (InBatches if sampling == "of batches" else Trainer)(
         model(kind),
         TrainingArguments(**arguments(folder, ranks, accumulation, **options)),
         data_collator=pad,

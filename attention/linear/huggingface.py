@@ -21,10 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from longctx.attention.huggingface_check import LINEAR_LAYERS, HuggingFaceError, refuse_arguments
 from longctx.attention.linear.recurrence import Recurrence
 
-ARGUMENT = "ring_attention"
+ARGUMENT, PASSED = "ring_attention", "_layout_passed"
 IGNORED = ("hidden_states", "position_embeddings", ARGUMENT)
 """Arguments of linear layers that are no reason to refuse a model; position embeddings, of a token alone, are for others."""
 _HOOKS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+_BOUND: WeakSet[nn.Module] = WeakSet()
+"""Layers that require a layout; copies of these do not."""
 _REPLACED: WeakSet[Callable[..., Any]] = WeakSet()
 
 
@@ -66,6 +68,7 @@ def replace_linear(model: Any) -> None:
     handles: list[RemovableHandle] = []
     for layer, kind in linear_layers(model).items():
         replace_functions(sys.modules[kind.__module__])
+        _BOUND.add(layer)
         handles.append(layer.register_forward_pre_hook(_bind, with_kwargs=True))
     if handles and type(model).__name__ == "Mamba2ForCausalLM":
         handles += _pass_layout_on(model)
@@ -98,6 +101,8 @@ def _replacement(original: Callable[..., Any], ours: Callable[..., Any]) -> Call
 def _bind(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gives the layer's functions the recurrence of the micro-batch. Raises HuggingFaceError if they could not use it."""
     name, rings = type(layer).__name__, named.get(ARGUMENT)
+    if rings is None and layer not in _BOUND:
+        return arguments, named
     if rings is None:
         raise HuggingFaceError(
             f"{name} was called without a layout: call the model as model(**model_inputs(model, batch, ..)), see "
@@ -112,22 +117,23 @@ def _bind(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -
 
 def _pass_layout_on(model: Any) -> list[RemovableHandle]:
     """Passes the layout from a model to its base model, if the model's own code does not."""
-    passed: list[Any] = []
-
-    def take(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        passed[:] = [named.get(ARGUMENT)]
-
-    def give(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return arguments, {ARGUMENT: passed[0], **named} if passed else named
-
-    def forget(*_: Any) -> None:
-        passed.clear()
-
     return [
-        model.register_forward_pre_hook(take, with_kwargs=True),
-        model.base_model.register_forward_pre_hook(give, with_kwargs=True),
-        model.register_forward_hook(forget, always_call=True),
+        model.register_forward_pre_hook(_take, with_kwargs=True),
+        model.base_model.register_forward_pre_hook(_give, with_kwargs=True),
+        model.register_forward_hook(_forget, always_call=True),
     ]
+
+
+def _take(model: Any, _: tuple[Any, ...], named: dict[str, Any]) -> None:
+    vars(model.base_model)[PASSED] = named.get(ARGUMENT)
+
+
+def _give(base: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return arguments, {ARGUMENT: vars(base)[PASSED], **named} if PASSED in vars(base) else named
+
+
+def _forget(model: Any, *_: Any) -> None:
+    vars(model.base_model).pop(PASSED, None)
 
 
 def _convolve(

@@ -98,6 +98,14 @@ def weights_of_images(hf: Any) -> list[nn.Parameter]:
     return [weight for weight in hf.parameters() if id(weight) not in of_text]
 
 
+def tokens_of_image(hf: Any) -> int:
+    """Returns the tokens of an image of a model whose images are all of one size."""
+    config, vision = hf.config, hf.config.vision_config
+    first = any(name.endswith("class_embedding") for name, _ in tower_of(hf).named_parameters())
+    patches = (vision.image_size // vision.patch_size) ** 2 + first
+    return int(getattr(config, "mm_tokens_per_image", 0) or patches - (config.vision_feature_select_strategy == "default"))
+
+
 def tower_sizes(hf: Any) -> tuple[int, int]:
     """Returns the parameters outside of the language model, and the values that they keep for a token of an image."""
     parameters = sum(weight.numel() for weight in weights_of_images(hf))

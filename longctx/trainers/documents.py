@@ -52,11 +52,12 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
     """Returns the documents of every row that a batch was collated from.
 
     A batch has a row of tokens for each, padded by `attention_mask`, or one for all, as TRL's `padding_free` makes it, with the
-    number of documents of each under `ROWS`. Rows are cut into documents by `position_ids`. `vision` is the model of
+    number of documents of each under `ROWS`. Rows are cut into documents where `position_ids` are 0. `vision` is the model of
     transformers if it reads images; rows of a batch with images or videos have one document each. `masked`: a token's label
     stands in its own place, not in that of the next token.
 
-    Raises TrainerError for a batch without labels, with fields that would be lost, or with holes in its mask.
+    Raises TrainerError for a batch without labels, with fields that would be lost, with holes in its mask, or with positions
+    other than 0, 1, 2, .. in a document.
     """
     of_model = ("token_type_ids",) if masked else fields_of_images(vision) if vision is not None else ()
     refuse_lost_fields(batch, (*OF_TOKENS, *OF_PACKING, *of_model))
@@ -66,14 +67,17 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
         raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
     ids, labels = (np.asarray(batch[name].cpu(), np.int32) for name in OF_TOKENS)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and mask.dim() != 2:
-        raise TrainerError(f"attention_mask has {mask.dim()} axes: return one of [rows, tokens], or position_ids")
+    for name, field in (("attention_mask", mask), ("position_ids", positions)):
+        if field is not None and field.dim() != 2:
+            raise TrainerError(f"{name} has {field.dim()} axes: return one of [rows, tokens]")
+    if positions is None and (packed := [name for name in ("cu_seq_lens_q", "seq_idx") if batch.get(name) is not None]):
+        raise TrainerError(f"the data collator returns {packed[0]}, but no position_ids, by which rows are cut: return these")
     if mask is not None and positions is None:
         spans_of_mask("attention_mask", mask)
     rows = []
     for row in range(len(ids)):
         kept = slice(None) if mask is None else _array(mask[row]).astype(bool)
-        cuts: list[int] = [] if positions is None else np.flatnonzero(_array(positions[row])[kept] == 0)[1:].tolist()
+        cuts = [] if positions is None else _cuts(row, _array(positions.expand(len(ids), -1)[row])[kept])
         parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
         pairs = [(tokens, label if masked else np.append(label[1:], IGNORED_LABEL)) for tokens, label in parts]
         rows.append([Document(tokens, label) for tokens, label in pairs if len(tokens)])
@@ -88,6 +92,18 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
     return [list(itertools.islice(documents, count)) for count in counts.tolist()]
 
 
+def _cuts(row: int, positions: Ids) -> list[int]:
+    """Returns where documents after the first one begin. Raises TrainerError for positions that do not count 0, 1, 2, .."""
+    steps = np.diff(positions, prepend=-1)
+    if len(wrong := np.flatnonzero((positions != 0) & (steps != 1))):
+        at = int(wrong[0])
+        raise TrainerError(
+            f"position_ids of row {row} have {positions[at]} {f'after {positions[at - 1]}' if at else 'first'}, but documents "
+            "count 0, 1, 2, ..: leave position_ids out, or begin each document at 0 and skip and repeat no position"
+        )
+    return [int(start) for start in np.flatnonzero(positions == 0)[1:]]
+
+
 def spans_of_mask(name: str, mask: torch.Tensor) -> list[Span]:
     """Returns the columns of every row that a mask keeps. Raises TrainerError if there are others between them."""
     spans = []
@@ -97,6 +113,14 @@ def spans_of_mask(name: str, mask: torch.Tensor) -> list[Span]:
         if len(at) != spans[-1][1] - spans[-1][0]:
             raise TrainerError(f"{name} leaves out tokens between others in row {row}: only padding can be removed")
     return spans
+
+
+def labels_beside_padding(batch: Mapping[str, Any]) -> int:
+    """Returns how many labels of a causal model's batch stand on padding, or follow it. Documents do not have them."""
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if mask is None or labels is None:
+        return 0
+    return int(((labels[:, 1:] != IGNORED_LABEL) & ~(mask[:, 1:].bool() & mask[:, :-1].bool())).sum())
 
 
 def refuse_lost_fields(batch: Mapping[str, Any], known: Sequence[str]) -> None:

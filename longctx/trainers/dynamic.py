@@ -12,9 +12,6 @@ import torch.distributed as dist
 from pyarrow import compute
 
 from longctx.attention import warm_up
-from longctx.attention.huggingface import prepare
-from longctx.attention.huggingface_check import HuggingFaceError
-from longctx.attention.linear.huggingface import restore_linear
 from longctx.memory.advisor import available_bytes
 from longctx.model.huggingface import block_name
 from longctx.model.huggingface_spec import spec_of, spec_of_seq2seq
@@ -31,9 +28,10 @@ from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
+from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.refusals import TrainerError, needs_sequences, predicts_masked, prepared_part, refuse
 from longctx.trainers.step import Sharing
-from longctx.trainers.whole_steps import WholeSteps
+from longctx.trainers.whole_steps import REPLACED, WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
 
 
@@ -60,13 +58,13 @@ def dynamic_context_parallel(
         mode, degree: see `make_plan`.
         kernel: kernel of attention; see `ring_attention`.
         merge_prefixes: of TRL's trainers of sequences, rows of a rank that begin alike are computed once; the loss is the same.
-        own_loss_is_a_token_sum: a subclass's own `compute_loss` is a sum over tokens divided by `num_items_in_batch`.
+        own_loss_is_a_token_sum: `compute_loss` and `training_step` of a subclass are sums over tokens by `num_items_in_batch`.
 
     Raises TrainerError, and leaves the trainer as it was, for what cannot be exact, with every reason and way out.
     """
     if hasattr(trainer, "dynamic"):
         raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
-    refuse(trainer, own_loss_is_a_token_sum)
+    refuse(trainer, own_loss_is_a_token_sum, REPLACED)
     args = trainer.args
     check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
     spec = _spec_of(trainer)
@@ -78,10 +76,11 @@ def dynamic_context_parallel(
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
         sharing.predicts_masked = predicts_masked(models[0])
         for model in models:
-            undo.enter_context(_prepared(model))
+            undo.enter_context(prepared(model))
         if needs_sequences(trainer):
             for model in models:
-                undo.callback(PlannedHead(model, sharing, _recorder(trainer) if merge_prefixes else None).remove)
+                head = PlannedHead(sharing, _recorder(trainer) if merge_prefixes else None)
+                undo.enter_context(replaced_method(model, "forward", head))
         else:
             undo.enter_context(_whole_steps(trainer))
             if models[0].config.is_encoder_decoder:
@@ -90,7 +89,7 @@ def dynamic_context_parallel(
                     undo.enter_context(sharded_with_head(models[0]))
             if is_vision(models[0]):
                 sharing.vision = models[0]
-                undo.enter_context(reading_images(models[0]))
+                undo.enter_context(replaced_method(models[0], "forward", reading_images))
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
@@ -111,39 +110,6 @@ def _groups(args: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | No
     rings = dist.new_group(timeout=args.ddp_timeout_delta)
     warm_up(rings, args.device)
     return rings, dist.new_group(backend="gloo", timeout=args.ddp_timeout_delta)
-
-
-@contextlib.contextmanager
-def _prepared(model: Any) -> Iterator[None]:
-    """Prepares a model; its `generate`, which has no layout, keeps the model's own attention. Raises TrainerError."""
-    attention, generate = _attention_of(model), getattr(model, "generate", None)  # encoders generate nothing
-
-    def generating(*arguments: Any, **named: Any) -> Any:
-        ring = _attention_of(model)
-        model.set_attn_implementation(attention)
-        try:
-            return generate(*arguments, **named)  # type: ignore[misc]  # one that exists
-        finally:
-            model.set_attn_implementation(ring)
-
-    try:
-        prepare(model, causal=not predicts_masked(model))
-    except HuggingFaceError as error:
-        raise TrainerError(str(error)) from error
-    if generate is not None:
-        model.generate = generating
-    try:
-        yield
-    finally:
-        vars(model).pop("generate", None)
-        restore_linear(model)
-        model.set_attn_implementation(attention)
-
-
-def _attention_of(model: Any) -> dict[str, str]:
-    """Returns the names of the attention of a model and of its parts, as transformers sets them: a tower has its own."""
-    parts = {name: part for name in model.config.sub_configs if (part := getattr(model.config, name, None)) is not None}
-    return {"": model.config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
 
 
 @contextlib.contextmanager
@@ -173,7 +139,7 @@ def _spec_of(trainer: Any) -> ModelSpec:
     """Returns the sizes of the trainer's model with its adapters. Raises TrainerError."""
     model = prepared_part(trainer, trainer.model)
     if model.config.is_encoder_decoder:
-        with _prepared(model):  # refuses those that have no such blocks
+        with prepared(model):  # refuses those that have no such blocks
             blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
     else:
         blocks = model.get_submodule(block_name(model))
@@ -234,10 +200,12 @@ def _document_lengths(data: Any, pairs: bool) -> npt.NDArray[np.int64]:
 
 
 def _check_documents(trainer: Any, most: int) -> Iterator[str]:
-    """Yields a note for each data set with documents that TRL may have cut.
+    """Yields a note for each data set with documents that TRL may have cut, and for an argument that changes nothing.
 
     Raises TrainerError for a data set with `input_ids` of which a document is longer than all ranks hold.
     """
+    if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices and not needs_sequences(trainer):
+        yield "note: average_tokens_across_devices=False changes nothing: the loss is the mean over the tokens of all ranks"
     for name in ("train_dataset", "eval_dataset"):
         data: Any = getattr(trainer, name, None)
         for each in data.values() if isinstance(data, dict) else [data]:

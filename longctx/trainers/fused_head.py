@@ -9,8 +9,8 @@ Rows of a rank that begin alike, such as the completions of a prompt, become tre
 """
 
 import functools
-import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,34 +29,30 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 """Fields of the head's output with a value per token; those that a trainer did not ask for are None."""
 
 
+@dataclass(frozen=True)
 class PlannedHead:
-    """Replaces the forward of a model to which TRL has added a fused head; `remove` gives the model its own forward again.
+    """Plans the calls of a model to which TRL has added a fused head; for `replaced_method`.
 
     `merged`, if it is given, is called with the share of a batch's tokens that are left after merging; None: rows stay apart.
     """
 
-    def __init__(self, model: Any, sharing: Sharing, merged: Callable[[float], None] | None = None) -> None:
-        self.model, self.sharing, self.merged = model, sharing, merged
-        self.own = model.forward
+    sharing: Sharing
+    merged: Callable[[float], None] | None = None
 
-        @functools.wraps(type(model).forward)  # `generate` looks at the signature
-        def forward(_: Any, *arguments: Any, **named: Any) -> Any:
-            if not named.get("fused_lm_head") or "ring_attention" in named:
-                return self.own(*arguments, **named)
-            return self._values(**named)
-
-        model.forward = types.MethodType(forward, model)
-
-    def remove(self) -> None:
-        self.model.forward = self.own
+    def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
+        if not named.get("fused_lm_head") or "ring_attention" in named:
+            return own(model, *arguments, **named)
+        return self._values(functools.partial(own, model), model, **named)
 
     def _values(
-        self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, fused_lm_head: bool = True, **others: Any
+        self, own: Any, model: Any, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **others: Any
     ) -> Any:
         """Returns the head's output for this rank's rows. Collective."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        if unknown := sorted(name for name, value in others.items() if value is not None and name != "use_cache"):
+        if unknown := sorted(
+            name for name, value in others.items() if value is not None and name not in ("use_cache", "fused_lm_head")
+        ):
             raise TrainerError(f"the trainer passes {', '.join(unknown)} to its model, which splitting sequences would lose")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = rows_of({"input_ids": input_ids, "attention_mask": mask, "labels": labels})
@@ -67,10 +63,8 @@ class PlannedHead:
         share = self.sharing.share([documents], every=True)
         # One graph is kept as it is; of several, each keeps only its inputs.
         recompute = len(share.micro_batches) > 1 and torch.is_grad_enabled()
-        computed = [
-            checkpoint(self._head, batch, use_reentrant=False) if recompute else self._head(batch)
-            for batch in share.micro_batches
-        ]
+        head = functools.partial(self._head, own, model)
+        computed = [checkpoint(head, batch, use_reentrant=False) if recompute else head(batch) for batch in share.micro_batches]
         result: dict[str, Any] = {}
         for name in computed[0]:
             values = self.sharing.rows_of_batch(share, [of_batch[name] for of_batch in computed], mask, places)
@@ -96,7 +90,7 @@ class PlannedHead:
         places = np.concatenate([starts[document] + rows_there for document, rows_there in together.rows])
         return [Document(*part, together.trees.get(number)) for number, part in parts], torch.from_numpy(places)
 
-    def _head(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    def _head(self, own: Any, model: Any, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Returns the head's values for the tokens of a micro-batch, float32 [tokens]."""
-        output = self.own(fused_lm_head=True, **self.sharing.inputs(self.model, batch))
+        output = own(fused_lm_head=True, **self.sharing.inputs(model, batch))
         return {name: value[0].float() for name in PER_TOKEN if (value := getattr(output, name)) is not None}

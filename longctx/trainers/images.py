@@ -4,10 +4,7 @@ A collator returns the pixels of all images of a batch one after the other, and 
 DataCollatorForVisionLanguageModeling does; so they are in the order of their tokens. A pair of frames is encoded as an image.
 """
 
-import contextlib
-import functools
 import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longctx.model.vision import FRAMES_APART, IN_BOTH_DIRECTIONS, ImagePlace, Images, encoded, video_token
+from longctx.model.vision import FRAMES_APART, IN_BOTH_DIRECTIONS, ImagePlace, Images, encoded, tokens_of_image, video_token
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import Grid
 from longctx.planning.plan import Plan
@@ -86,7 +83,8 @@ def images_of_rows(hf: Any, batch: Mapping[str, Any], rows: Sequence[npt.NDArray
             "other: return them, as its processor does"
         )
     image = hf.config.image_token_id
-    waiting = {image: _images(hf, batch, sum(int((ids == image).sum()) for ids in rows))}
+    waiting = {image: _images(hf, batch)}
+    side_by_side = hf.config.model_type == "llava"  # others would take them for one, in positions or in attention
     if (video := video_token(hf)) is not None:
         waiting[video] = _videos(hf, batch)
     found: list[DocumentImages | None] = []
@@ -98,7 +96,13 @@ def images_of_rows(hf: Any, batch: Mapping[str, Any], rows: Sequence[npt.NDArray
             shown = next(waiting[ids[tokens[0]]], _Shown((), (0, 0, 0), 0))
             count = shown.tokens * len(shown.pixels)
             run, tokens = tokens[:count], tokens[count:]
-            if not count or len(run) < count or run[-1] - run[0] != count - 1 or run[0] == end or np.ptp(ids[run]):
+            if (
+                not count
+                or len(run) < count
+                or run[-1] - run[0] != count - 1
+                or (run[0] == end and not side_by_side)
+                or np.ptp(ids[run])
+            ):
                 raise TrainerError(
                     f"the tokens of images or videos in row {row} of a batch are not those of its pixels: do not cut "
                     "documents (max_length=None), and let the processor of the model write these tokens"
@@ -113,13 +117,13 @@ def images_of_rows(hf: Any, batch: Mapping[str, Any], rows: Sequence[npt.NDArray
     return found
 
 
-def _images(hf: Any, batch: Mapping[str, Any], tokens: int) -> Iterator[_Shown]:
-    """Yields the images of a batch; without grids they are alike, and share the `tokens`."""
+def _images(hf: Any, batch: Mapping[str, Any]) -> Iterator[_Shown]:
+    """Yields the images of a batch; without grids they are alike."""
     pixels, grids = batch.get("pixel_values"), batch.get("image_grid_thw")
     if pixels is None:
         return
     if grids is None:
-        yield from (_Shown([each], (1, *pixels.shape[-2:]), tokens // len(pixels)) for each in pixels.cpu().split(1))
+        yield from (_Shown([each], (1, *pixels.shape[-2:]), tokens_of_image(hf)) for each in pixels.cpu().split(1))
         return
     for (time, height, width), each in zip(grids.tolist(), _parts(pixels, grids.prod(-1)), strict=True):
         yield _Shown([each], (time, height, width), time * height * width // merge_size(hf) ** 2)
@@ -196,20 +200,9 @@ def exchange_pixels(
     return read
 
 
-@contextlib.contextmanager
-def reading_images(hf: Any) -> Iterator[None]:
-    """Makes the forward of a model take `images`, which it encodes inside, where sharded weights are gathered."""
-    own = hf.forward
-
-    @functools.wraps(type(hf).forward)  # trainers look at the signature
-    def forward(_: Any, *arguments: Any, images: Images | None = None, **named: Any) -> Any:
-        if images is None:
-            return own(*arguments, **named)
-        with encoded(hf, images, named["input_ids"][0]) as outputs:
-            return own(*arguments, mm_encoder_outputs=outputs, **named)
-
-    hf.forward = types.MethodType(forward, hf)
-    try:
-        yield
-    finally:
-        hf.forward = own
+def reading_images(own: Callable[..., Any], hf: Any, *arguments: Any, images: Images | None = None, **named: Any) -> Any:
+    """Calls the `own` forward of a model; `images` are encoded inside, where sharded weights are gathered."""
+    if images is None:
+        return own(hf, *arguments, **named)
+    with encoded(hf, images, named["input_ids"][0]) as outputs:
+        return own(hf, *arguments, mm_encoder_outputs=outputs, **named)

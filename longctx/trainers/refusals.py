@@ -1,6 +1,6 @@
 """What a trainer must not ask for if its documents are split over ranks, checked before the first step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,25 @@ from longctx.model.vision import is_vision, weights_of_images
 
 OF_TOKENS = ("SFTTrainer",)
 """Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""
+OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "ForPreTraining", "ForNextSentencePrediction")
+"""Ends of the names of models whose loss is not one of the next token, or of masked ones."""
 OF_SEQUENCES = ("DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer")
 """Trainers of TRL whose loss needs whole sequences."""
+LOSS, CALLED = ("compute_loss", "training_step"), ("train", "evaluation_loop")
+"""Methods of a subclass that are called for every micro-batch, and those that are called as before."""
 
 
 class TrainerError(UserError):
     """A trainer, model or batch that cannot be trained exactly on split documents."""
 
 
-def refuse(trainer: Any, own_loss_is_a_token_sum: bool) -> None:
-    """Raises TrainerError with everything that would make the result depend on how documents are split."""
-    problems = [*_trainer_problems(trainer, own_loss_is_a_token_sum), *_argument_problems(trainer), *_model_problems(trainer)]
+def refuse(trainer: Any, own_loss_is_a_token_sum: bool, replaced: Sequence[str]) -> None:
+    """Raises TrainerError with everything that would make the result depend on how documents are split.
+
+    `replaced` are the names in a trainer of whole steps that are replaced, or of no use.
+    """
+    methods = _method_problems(trainer, own_loss_is_a_token_sum, LOSS[:1] if needs_sequences(trainer) else replaced)
+    problems = [*_trainer_problems(trainer), *methods, *_argument_problems(trainer), *_model_problems(trainer)]
     if problems:
         raise TrainerError(f"dynamic context parallelism is not possible: {'; '.join(problems)}")
 
@@ -50,15 +58,31 @@ def trainer_of_trl(trainer: Any) -> str | None:
     return next((name for name in of_trl if not name.startswith("_")), None)
 
 
-def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[str]:
+def _method_problems(trainer: Any, own_loss_is_a_token_sum: bool, names: Sequence[str]) -> Iterator[str]:
+    """Yields what is wrong with methods that are not those of transformers or TRL."""
+    for name in names:
+        method = getattr(trainer, name, None)
+        if method is None or getattr(method, "__module__", "").split(".")[0] in ("transformers", "trl"):
+            continue
+        if name in vars(trainer):
+            yield f"{name} is set on the trainer itself, which would hide that of longctx: define it in a subclass"
+            continue
+        own = f"{next(kind.__name__ for kind in type(trainer).__mro__ if name in vars(kind))}.{name}"
+        if name in LOSS and not own_loss_is_a_token_sum:
+            yield (
+                f"{own} may not be a sum over tokens divided by num_items_in_batch: omit it, or say "
+                "own_loss_is_a_token_sum=True if it is, whichever documents, or parts of them, are in a row of its inputs"
+            )
+        elif name not in LOSS + CALLED:
+            way = "edit them there, and read results in compute_metrics, preprocess_logits_for_metrics or a callback"
+            yield f"{own} would not be called for the batches of the data collator: {way}"
+
+
+def _trainer_problems(trainer: Any) -> Iterator[str]:
     if (name := trainer_of_trl(trainer)) not in (None, *OF_TOKENS, *OF_SEQUENCES):
         yield f"{name} is not supported: use transformers.Trainer, {', '.join(OF_TOKENS + OF_SEQUENCES)} or a subclass of those"
-    own = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
-    if own.__module__.split(".")[0] not in ("transformers", "trl") and not own_loss_is_a_token_sum:
-        yield (
-            f"{own.__name__}.compute_loss may not be a sum over tokens divided by num_items_in_batch: omit it, or say "
-            "own_loss_is_a_token_sum=True if it is"
-        )
+    if trainer.model_init is not None:
+        yield "model_init builds another model when training begins: pass model=model_init() instead"
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func sees only this rank's tokens: omit it"
     model = prepared_part(trainer, trainer.model)
@@ -77,8 +101,8 @@ def _trainer_problems(trainer: Any, own_loss_is_a_token_sum: bool) -> Iterator[s
         )
     if getattr(trainer, "aux_loss_enabled", False):
         yield (
-            "the auxiliary loss of routers depends on which tokens are together: set output_router_logits to False in the "
-            "model's config"
+            "the auxiliary loss of routers depends on which tokens are together: set router_aux_loss_coef=0.0 in "
+            f"{type(trainer.args).__name__}"
         )
 
 
@@ -104,6 +128,9 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
 
 
 def _model_problems(trainer: Any) -> Iterator[str]:
+    if (head := type(prepared_part(trainer, trainer.model)).__name__).endswith(OTHER_HEADS):
+        way = "pool hidden states by document in your own loop, as examples/encoder_heads.py does"
+        yield f"{head} has a head that is not for the next token, or for masked ones: {way}"
     if trainer.model.config.is_encoder_decoder and (name := trainer_of_trl(trainer)):
         yield f"{name} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
     if predicts_masked(prepared_part(trainer, trainer.model)) and (name := trainer_of_trl(trainer)):

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.data import IGNORED_LABEL
-from longctx.trainers.documents import Document, rows_of
+from longctx.trainers.documents import Document, labels_beside_padding, rows_of
 from longctx.trainers.pairs import OF_TARGETS, TARGETS, columns_of, rows_of_pairs
+from longctx.trainers.refusals import TrainerError
 from longctx.trainers.step import Share, Sharing
 
 
@@ -29,6 +30,7 @@ class WholeSteps:
     dynamic: Sharing
     _next: tuple[Iterator[Any], Future[Share]] | None = None
     """Batches of an epoch, and the step that is being shared from them while the one before runs."""
+    _told = False  # that labels of padding have no loss
     _gathers_loss = False
     """Whether the loss of a batch is what the trainer gathers next."""
 
@@ -74,7 +76,7 @@ class WholeSteps:
         """Sums the loss of an encoder over its labels and divides it as that of other models, which transformers sums itself:
         encoders take the mean over the masked tokens of a rank."""
         own: Any = super()
-        if not self.dynamic.predicts_masked:
+        if not self.dynamic.predicts_masked or "ring_attention" not in inputs:
             return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs.pop("labels")[0]
         outputs = model(**inputs)
@@ -138,7 +140,13 @@ class WholeSteps:
         self._next = epoch_iterator, self.dynamic.start(drawn)
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
-        """Returns the documents of the last batch that the loader has yielded."""
+        """Returns the documents of the last batch that the loader has yielded. Says once which labels they do not have."""
+        told = self._told or self.dynamic.seq2seq is not None or self.dynamic.predicts_masked or self.dynamic.rank
+        if not told and (count := labels_beside_padding(batch)):
+            self._told = True
+            print(
+                f"note: {count:,} labels of a batch are on padding, or follow it: they have no loss, but do in plain training"
+            )
         return list(itertools.chain.from_iterable(self._rows(batch)))
 
     def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
@@ -146,9 +154,9 @@ class WholeSteps:
         state, seq2seq = self.accelerator.gradient_state, self.dynamic.seq2seq
         of_tokens = batch, self.dynamic.vision, self.dynamic.predicts_masked
         rows = rows_of(*of_tokens) if seq2seq is None else rows_of_pairs(batch, seq2seq, training)
-        if state.end_of_dataloader and (remainder := rows_of_last_batches(state.active_dataloader)):
-            # accelerate fills the last batches of an epoch with rows of its first ones
-            rows = rows[: max(0, remainder - self.dynamic.rank * len(rows))]
+        if state.active_dataloader is not None:  # accelerate fills the last batches of an epoch with rows of its first ones
+            own = own_rows_of_last_batch(state.active_dataloader, self.dynamic.rank, len(rows))
+            rows = rows[:own] if state.end_of_dataloader else rows
         return rows
 
     def _generated(
@@ -203,20 +211,38 @@ class WholeSteps:
                 metrics["num_tokens"] = [self._total_train_tokens]
 
 
-def rows_of_last_batches(loader: Any) -> int:
-    """Returns how many rows all ranks together have in their last batches of an epoch; 0 if these are full.
+OF_BATCHES = "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch"
+"""Methods that trainers call with batches of the data collator, but never here."""
+REPLACED = (*(name for name in vars(WholeSteps) if not name.startswith("__")), *OF_BATCHES)
 
-    An `IterableDataset` is of unknown length: its last batches keep the rows that accelerate fills them with.
+
+def own_rows_of_last_batch(loader: Any, rank: int, rows: int) -> int:
+    """Returns how many of the last `rows` that a loader has yielded in an epoch do not repeat its first ones.
+
+    An `IterableDataset` is of unknown length: its last batches keep the rows that accelerate fills them with. Raises
+    TrainerError for a sampler of batches, of which another rank may have the first ones, without a sampler of rows.
     """
     if isinstance(loader.dataset, IterableDataset):
-        return 0
+        return rows
     sampler: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    processes = 1
+    processes, filled = 1, False
     while hasattr(sampler, "batch_sampler"):  # accelerate's share of a rank, and its batches after those of a resumed run
-        if not getattr(sampler, "split_batches", False):
-            processes *= getattr(sampler, "num_processes", 1)
+        split = getattr(sampler, "split_batches", False)
+        filled |= split or getattr(sampler, "num_processes", 1) > 1
+        processes *= 1 if split else getattr(sampler, "num_processes", 1)
         sampler = sampler.batch_sampler
-    return 0 if sampler.drop_last else len(sampler.sampler) % (sampler.batch_size * processes)
+    if not filled or getattr(sampler, "drop_last", False):
+        return rows
+    if getattr(sampler, "batch_size", None) is None:  # whole batches repeat others
+        last = len(sampler) % processes
+        return 0 if last and rank >= last else rows
+    if not hasattr(sampler, "sampler"):
+        raise TrainerError(
+            f"the batches of {type(sampler).__name__} are filled with rows that repeat others, which cannot be told without "
+            "its sampler of rows: give it an attribute `sampler` with a length, drop_last=True, or no batch_size"
+        )
+    last = len(sampler.sampler) % (sampler.batch_size * processes)
+    return max(0, last - rank * rows) if last else rows
 
 
 class _Inputs(dict[str, Any]):
