@@ -34,7 +34,7 @@ from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
 
-ROPE = "rope_parameters"
+ROPE, LIMIT = "rope_parameters", "max_position_embeddings"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -44,7 +44,7 @@ class ExportError(UserError):
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: folder, step, class of transformers, and size."""
+    """Result of an export: folder, step, class of transformers, size, and what it says of the length of documents."""
 
     folder: Path
     step: int
@@ -52,13 +52,14 @@ class Exported:
     bytes: int
     files: int
     has_tokenizer: bool
+    length: str = ""
 
     @property
     def said(self) -> str:
         count = "1 file" if self.files == 1 else f"{self.files} files"
         tokenizer = "" if self.has_tokenizer else ", without a tokenizer (the run folder has none)"
         size = f"{self.bytes / 1e9:,.3f} GB in {count}"
-        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}"
+        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}{self.length}"
 
 
 def check_place(out: Path, overwrite: bool) -> None:
@@ -103,8 +104,9 @@ def export(
             if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
                 raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
             size = _write_adapters(partial, model, saved, kept)
+            length = _with_length(partial, model.files.config, _longest(chosen), adapters=True)
             _replace(out, partial)
-            return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out))
+            return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out), length)
         writer = CheckpointWriter(partial, _to_write(model, saved, source, dtype), max_shard_bytes)
         _refuse_full(partial, writer.total)
         with returned_when_freed():
@@ -112,11 +114,12 @@ def export(
                 writer.write(model.to_checkpoint(_read(model, saved, group)))
         writer.close()
         architecture = _write_beside(partial, model, source, chosen, kept, dtype)
+        length = "" if source is None else _with_length(partial, source.config, _longest(chosen))
         _replace(out, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out))
+    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out), length)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -242,8 +245,7 @@ def _write_beside(
     changed: dict[str, Any] = {}
     if source is None:
         assert isinstance(model, Decoder)
-        longest = int(saved.state["data"]["max_length"])
-        family, config = expressed(model.shape, longest, _end_of_document(kept))
+        family, config = expressed(model.shape, _longest(saved), _end_of_document(kept))
         architecture = family.architecture
         changed["dtype"] = "float32"
         config.save_pretrained(folder)
@@ -255,6 +257,37 @@ def _write_beside(
     _change(folder / "config.json", changed)
     _write_generation(folder, kept, config, model.spec.vocab_size or 0)
     return architecture
+
+
+def _longest(saved: Checkpoint) -> int:
+    """Returns the tokens of the longest document that was trained."""
+    data = saved.state["data"]
+    longest = data.get("longest", data["max_length"])  # a list over stores
+    return max(longest) if isinstance(longest, list) else int(longest)
+
+
+def _with_length(folder: Path, config: Any, longest: int, *, adapters: bool = False) -> str:
+    """Raises the lengths at which engines cut, in config and tokenizer, to the `longest` document. Returns what is said.
+
+    RoPE whose frequencies depend on the length in the config (dynamic, longrope) has trained nothing longer. The config of the
+    base of `adapters` is not written.
+    """
+    text, said = config.get_text_config(), ""
+    limit = getattr(text, LIMIT, None) or 0
+    if longest > limit > 0:
+        said = f"; {LIMIT} {limit:,} → {longest:,}, the longest document trained"
+        if adapters:
+            said = f"; the base ends at {limit:,} tokens ({LIMIT}), documents had up to {longest:,}: --merge writes {longest:,}"
+        else:
+            name = text.attribute_map.get(LIMIT, LIMIT)
+            inside = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+            whole = json.loads((folder / "config.json").read_text("utf-8"))
+            _change(folder / "config.json", {name: longest} if inside is None else {inside: whole[inside] | {name: longest}})
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.is_file() and json.loads(tokenizer.read_text("utf-8")).get("model_max_length", longest) < longest:
+        _change(tokenizer, {"model_max_length": longest})
+        said += f"; model_max_length of the tokenizer → {longest:,}"
+    return said
 
 
 def _write_generation(folder: Path, kept: Path, config: Any, vocabulary: int) -> None:
