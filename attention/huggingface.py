@@ -25,6 +25,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from longctx.attention.grouped_product import leaves_gradients
 from longctx.attention.huggingface_check import (
     HuggingFaceError,
     Kind,
@@ -112,6 +113,8 @@ def replace_attention(model: Any, causal: bool = True) -> str:
             "replaced: use another model"
         )
     replace_linear(model)
+    if leaves_gradients():
+        model.set_experts_implementation("eager")  # one expert after the other; for good, as plain training needs it too
     return before
 
 

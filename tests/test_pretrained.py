@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from longctx.attention import Mask, RingAttention, ring_pass
+from longctx.attention import Mask, RingAttention, huggingface, ring_pass
 from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.config import load
-from longctx.model import huggingface
 from longctx.model.checkpoint_files import PretrainedError
 from longctx.model.source import adapted, pretrained
 from longctx.parallel.compilation import compile_blocks
