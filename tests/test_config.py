@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from longctx import config
 from longctx.config import Config, ConfigError
-from longctx.config.reading import ELSEWHERE
+from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
@@ -61,6 +61,7 @@ def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -
         ("optimizer.betas=[0.8, 0.99]", (0.8, 0.99)),
         ("optimizer.clip_grad_norm=null", None),
         ("optimizer.weight_decay=0", 0.0),
+        ("batch.global_tokens=1e6", 1_000_000),
         ("data.store=my stores/a=b", Path("my stores/a=b")),
         ("train.run_dir=2001-13-45", Path("2001-13-45")),
         ("model.tie_word_embeddings=false", False),
@@ -70,6 +71,13 @@ def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -
 def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
     section, key = override.partition("=")[0].split(".")
     assert getattr(getattr(load(override), section), key) == expected
+
+
+def test_every_name_of_another_program_leads_to_a_setting() -> None:
+    assert not ALIASES.keys() & {name.split(".")[1] for name in SETTINGS}
+    assert {ours.partition(":")[0] for ours in ALIASES.values()} <= SETTINGS.keys()
+    assert "did you mean bfloat16?" in problems("train.dtype=bf16")["train.dtype"]
+    assert "must be a valid integer" in problems("batch.global_tokens=1.5")["batch.global_tokens"]
 
 
 @pytest.mark.parametrize("value", ["0100", "1:30", "0x10"])
@@ -129,6 +137,10 @@ def test_rules_skip_invalid_values() -> None:
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
         ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
         ("zzz.zzz=1", "sections are model, lora, data, batch"),
+        ("optimizer.lr=1", "did you mean optimizer.learning_rate?"),
+        ("train.gradient_checkpointing=true", "did you mean train.recompute?"),
+        ("train.bf16=true", "did you mean train.dtype: bfloat16?"),
+        ("train.per_device_train_batch_size=1", "did you mean batch.tokens_per_rank?"),
     ],
 )
 def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
