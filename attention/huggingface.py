@@ -350,8 +350,7 @@ def attend(
     name = type(module).__name__
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) != causal:
         raise HuggingFaceError(
-            f"{name} is not causal: only causal language models are supported, and encoders with masked.share or "
-            "prepare(model, causal=False)"
+            f"{name} is not causal: only causal language models are supported, and encoders with prepare(model, causal=False)"
             if causal
             else f"{name} is causal, or does not say that it is not (is_causal=False): encoders are supported only if tokens "
             "see earlier and later ones in all layers"

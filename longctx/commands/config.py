@@ -1,9 +1,10 @@
 """`longctx config`: every setting with type, meaning and default, or what a file sets."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
-from longctx.config import describe, load
+from longctx.config import Config, describe, load
 from longctx.config.problems import yaml_text
 from longctx.config.reading import SETTINGS
 from longctx.config.run import SECTIONS
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     for name in arguments.names:
         if Path(name).is_file():
-            print(f"settings of {name} that are not at their defaults:", *_set_by(Path(name)), sep="\n")
+            print(f"settings of {name} that are not at their defaults:", *_not_default(load(name)), sep="\n")
         elif name not in SECTIONS and name not in SETTINGS:
             raise UserError(f"there is no section or setting {name!r}, nor such a file: sections are {', '.join(SECTIONS)}")
     if names := [name for name in arguments.names if not Path(name).is_file()] or ([] if arguments.names else SECTIONS):
@@ -28,12 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _set_by(file: Path) -> list[str]:
-    """Returns a line for every setting whose value in a file is not the default."""
-    config = load(file)
-    values = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in SETTINGS}
-    return [
-        f"  {name}: {yaml_text(value)}  # default: {yaml_text(SETTINGS[name].default)}"
-        for name, value in values.items()
-        if value != SETTINGS[name].default
-    ]
+def _not_default(config: Config) -> Iterator[str]:
+    for name, setting in SETTINGS.items():
+        section, key = name.split(".")
+        if (value := getattr(getattr(config, section), key)) != setting.default:
+            yield f"  {name}: {yaml_text(value)}  # default: {yaml_text(setting.default)}"

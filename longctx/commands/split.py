@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from longctx.commands.lengths import add_source_options, add_step_options, open_source
+from longctx.commands.lengths import DEFAULT_TOKENS_PER_RANK, add_source_options, add_step_options, open_source
 from longctx.commands.output import progress_bar
 from longctx.config import load
 from longctx.errors import UserError
@@ -19,8 +19,6 @@ MOST_GPUS = 1 << 16
 MANY_GPUS = 256
 """From this number of GPUs on, one step has enough documents to compare splits."""
 DEFAULT_STEPS = 3
-DEFAULT_TOKENS_PER_RANK = 16384
-"""Tokens per rank from which the default size of a step follows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

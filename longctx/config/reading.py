@@ -41,10 +41,7 @@ ALIASES = {
         "batch.global_tokens": "batch_size global_batch_size train_batch_size gradient_accumulation_steps",
         "data.max_length": "seq_len seq_length sequence_len max_seq_length max_seq_len",
         "train.epochs": "num_epochs num_train_epochs",
-        "train.steps": "max_steps",
-        "train.run_dir": "output_dir",
         "checkpoint.every": "save_steps save_interval",
-        "log.every": "logging_steps",
         "lora.rank": "r lora_r lora_rank",
         "context.degree": "cp_size context_parallel_size",
     }.items()

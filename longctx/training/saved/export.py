@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from longctx import tokenizer_files
@@ -113,8 +114,7 @@ def export(
             for group in model.groups():
                 writer.write(model.to_checkpoint(_read(model, saved, group)))
         writer.close()
-        architecture = _write_beside(partial, model, source, chosen, kept, dtype)
-        length = "" if source is None else _with_length(partial, source.config, _longest(chosen))
+        architecture, length = _write_beside(partial, model, source, chosen, kept, dtype)
         _replace(out, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -239,8 +239,8 @@ def _refuse_full(folder: Path, size: int) -> None:
 
 def _write_beside(
     folder: Path, model: Model, source: CheckpointFiles | None, saved: Checkpoint, kept: Path, dtype: torch.dtype | None
-) -> str:
-    """Writes config, generation config, tokenizer and chat template. Returns the transformers class of the model."""
+) -> tuple[str, str]:
+    """Writes config, generation config, tokenizer and chat template. Returns the class and what `_with_length` says."""
     tokenizer_files.copy(beside_weights(kept), kept, folder)
     changed: dict[str, Any] = {}
     if source is None:
@@ -251,38 +251,35 @@ def _write_beside(
         config.save_pretrained(folder)
     else:
         config, architecture = source.config, model.architecture
+    length = _with_length(folder, config, _longest(saved))
     changed["architectures"] = [architecture]
     if dtype is not None:
         changed["dtype"] = str(dtype).removeprefix("torch.")
     _change(folder / "config.json", changed)
     _write_generation(folder, kept, config, model.spec.vocab_size or 0)
-    return architecture
+    return architecture, length
 
 
 def _longest(saved: Checkpoint) -> int:
-    """Returns the tokens of the longest document that was trained."""
+    """Returns the tokens of the longest document that was trained, of all stores."""
     data = saved.state["data"]
-    longest = data.get("longest", data["max_length"])  # a list over stores
-    return max(longest) if isinstance(longest, list) else int(longest)
+    return int(np.max(data.get("longest", data["max_length"])))
 
 
 def _with_length(folder: Path, config: Any, longest: int, *, adapters: bool = False) -> str:
     """Raises the lengths at which engines cut, in config and tokenizer, to the `longest` document. Returns what is said.
 
-    RoPE whose frequencies depend on the length in the config (dynamic, longrope) has trained nothing longer. The config of the
-    base of `adapters` is not written.
+    RoPE whose frequencies depend on the length in the config (dynamic, longrope) has trained nothing longer. `adapters` have no
+    config of their own.
     """
     text, said = config.get_text_config(), ""
-    limit = getattr(text, LIMIT, None) or 0
-    if longest > limit > 0:
+    limit = getattr(text, LIMIT, None) or longest
+    if longest > limit and adapters:
+        said = f"; the base ends at {limit:,} tokens ({LIMIT}), documents had up to {longest:,}: --merge writes {longest:,}"
+    elif longest > limit:
+        setattr(text, LIMIT, longest)
+        config.save_pretrained(folder)
         said = f"; {LIMIT} {limit:,} → {longest:,}, the longest document trained"
-        if adapters:
-            said = f"; the base ends at {limit:,} tokens ({LIMIT}), documents had up to {longest:,}: --merge writes {longest:,}"
-        else:
-            name = text.attribute_map.get(LIMIT, LIMIT)
-            inside = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
-            whole = json.loads((folder / "config.json").read_text("utf-8"))
-            _change(folder / "config.json", {name: longest} if inside is None else {inside: whole[inside] | {name: longest}})
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.is_file() and json.loads(tokenizer.read_text("utf-8")).get("model_max_length", longest) < longest:
         _change(tokenizer, {"model_max_length": longest})
