@@ -116,7 +116,9 @@ def _run(name: str, argv: list[str]) -> int:
         parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES_HELP)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise UserError(_unknown(unknown, parser, takes_settings=getattr(module, "OVERRIDES", False)))
+        from longctx.commands.output import not_taken
+
+        raise UserError(not_taken(unknown, parser, takes_settings=getattr(module, "OVERRIDES", False)))
     arguments.overrides = overrides
     if starts_processes is not None and arguments.processes is not None and starts_processes(arguments):
         from longctx.parallel.launch import launch, launches
@@ -124,18 +126,6 @@ def _run(name: str, argv: list[str]) -> int:
         if launches(arguments.processes):
             return launch(arguments.processes, command)
     return int(module.run(arguments))
-
-
-def _unknown(words: list[str], parser: argparse.ArgumentParser, *, takes_settings: bool) -> str:
-    """Returns the error for words that a command does not take, with the option or setting that was probably meant."""
-    from longctx.config.reading import setting_of
-
-    option = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
-    setting = setting_of(option[2:].replace("-", "_")) if takes_settings else None
-    near = difflib.get_close_matches(option, parser._option_string_actions, n=1)
-    meant = f"--{setting.replace(': ', ' ')}" if setting else near[0] if near else ""
-    hint = f"did you mean {meant}?" if meant else f"`{parser.prog} --help` lists what it takes"
-    return f"unrecognized arguments: {' '.join(words)}: {hint}"
 
 
 def _check_package() -> None:
