@@ -118,7 +118,7 @@ NEEDS = {"optimum": "scipy"}
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_script_starts(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With options it shows its help; otherwise it is imported, and other tests run it. `ask.py` runs in `make finetune`."""
+    """With options it shows its help; otherwise it is imported, but for `ask.py`, which loads a model at once."""
     if script.stem in NEEDS:
         pytest.importorskip(NEEDS[script.stem])
     if script.stem == "ask":

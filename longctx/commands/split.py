@@ -30,21 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="llama-3.1-8b",
         help=f"model: {', '.join(PRESETS)}; --model.num_hidden_layers 80 changes its sizes",
     )
-    parser.add_argument(
-        "--tokens-per-rank", type=int, metavar="T", help="maximum tokens per rank (default: powers of two are searched)"
-    )
-    parser.add_argument(
-        "--max-length", type=int, metavar="L", help="longer documents are split, as by data.max_length (default: none are)"
-    )
-    parser.add_argument(
-        "--peak-tflops",
-        type=float,
-        metavar="P",
-        help="peak dense bfloat16 TFLOP/s per GPU (default: known for shipped profiles)",
-    )
-    parser.add_argument(
-        "--memory-gb", type=float, metavar="M", help="memory per GPU in GB, 10⁹ bytes (default: known for shipped profiles)"
-    )
+    parser.add_argument("--tokens-per-rank", type=int, metavar="T", help="maximum tokens per rank (default: it is searched)")
+    parser.add_argument("--max-length", type=int, metavar="L", help="split longer documents, as data.max_length does")
+    known = "(default: known for shipped profiles)"
+    parser.add_argument("--peak-tflops", type=float, metavar="P", help=f"peak dense bfloat16 TFLOP/s per GPU {known}")
+    parser.add_argument("--memory-gb", type=float, metavar="M", help=f"memory per GPU in GB, 10⁹ bytes {known}")
     add_step_options(
         parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS}; 1 from {MANY_GPUS} GPUs on)"
     )
