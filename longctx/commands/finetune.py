@@ -139,7 +139,15 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     if chosen.model.new_tokens is not None and arguments.tokenizer is None:
         tokenizer = str(out / "tokenizer")
         save_with_tokens(arguments.model, chosen.model.new_tokens, Path(tokenizer))
-    data = {"source": arguments.data, "out": out / "store", "tokenizer": tokenizer, "vocab_size": None, "json": False}
+    longest = arguments.max_length if arguments.long_documents == "error" else arguments.max_length or chosen.data.max_length
+    data = {
+        "source": arguments.data,
+        "max_length": longest,
+        "out": out / "store",
+        "tokenizer": tokenizer,
+        "vocab_size": None,
+        "json": False,
+    }
     try:
         prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
     except StoreError:

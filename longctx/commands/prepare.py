@@ -82,12 +82,7 @@ def _add_loss_arguments(parser: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="train on an empty <think> block that the chat template writes before an answer (default: no loss there)",
     )
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="maximum tokens of a conversation (default: keep all)",
-    )
+    parser.add_argument("--max-length", type=int, metavar="N", help="maximum tokens of a conversation (default: keep all)")
     parser.add_argument(
         "--long-documents",
         choices=("error", "drop", "truncate_left", "truncate_right"),
@@ -100,11 +95,8 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
     )
-    parser.add_argument(
-        "--split",
-        metavar="NAME",
-        help="split to read, where files (by their names) or a dataset have several (default: train)",
-    )
+    split = "split to read, where files (by their names) or a dataset have several (default: train)"
+    parser.add_argument("--split", metavar="NAME", help=split)
     parser.add_argument("--subset", metavar="NAME", help="subset (configuration) of a data set on the hub")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a data set on the hub (default: main)")
     parser.add_argument(
@@ -135,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
     if arguments.max_length is not None and arguments.max_length < 2:
         raise UserError(f"--max-length is {arguments.max_length}: must be at least 2, as a conversation has at least 2 tokens")
+    if arguments.max_length is None and arguments.long_documents != "error":
+        raise UserError(f"--long-documents is {arguments.long_documents}, but no length is set: give --max-length")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = dict(map(_variable, arguments.template_set or ()))
