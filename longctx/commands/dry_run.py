@@ -1,6 +1,6 @@
-"""Dry run: checks settings and stores, plans the first steps and estimates their memory.
+"""Dry run: checks settings and stores, plans the first steps, and predicts time and memory of the run.
 
-Needs no processes, GPUs or run folder; available memory, kernel and run folder are checked on the machine of the run.
+Needs no processes, GPUs or run folder; free memory, kernel and run folder are checked on the machine of the run.
 """
 
 from longctx.config import Config
@@ -66,6 +66,7 @@ def _run_line(config: Config, store: Store, ranks: int, step_s: float) -> str:
     """Returns the number of steps of the run, and of an epoch of one store, and the time that they take."""
     count, steps = config.train.steps, steps_of_run(config, store, ranks)
     epoch = f" (an epoch has {steps_of_epochs(1.0, steps):,})" if isinstance(steps, Sampler) else ""
-    hours = count * step_s / 3600
-    time = f"{hours:,.1f} hours" if hours >= 2 else f"{60 * hours:.3g} minutes"
-    return f"run        {count:,} steps{epoch}, {time} as predicted for the steps above, without validation and checkpoints"
+    seconds = count * step_s
+    size, unit = (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
+    took = f"{seconds / size:,.1f} {unit} as predicted for the steps above, without validation and checkpoints"
+    return f"run        {count:,} steps{epoch}, {took}"

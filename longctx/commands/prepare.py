@@ -105,12 +105,8 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="stop reading after N documents; a data set on the hub is then streamed, not downloaded (default: read all)",
     )
-    parser.add_argument(
-        "--max-bytes",
-        type=int,
-        metavar="N",
-        help="stop reading after N bytes of text, or token ids of 4 bytes (default: all)",
-    )
+    most = "stop reading after N bytes of text, or token ids of 4 bytes (default: all)"
+    parser.add_argument("--max-bytes", type=int, metavar="N", help=most)
     parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
     parser.add_argument(
