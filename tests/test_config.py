@@ -74,10 +74,8 @@ def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
 
 
 def test_every_name_of_another_program_leads_to_a_setting() -> None:
-    assert not ALIASES.keys() & {name.split(".")[1] for name in SETTINGS}
     assert {ours.partition(":")[0] for ours in ALIASES.values()} <= SETTINGS.keys()
     assert "did you mean bfloat16?" in problems("train.dtype=bf16")["train.dtype"]
-    assert "must be a valid integer" in problems("batch.global_tokens=1.5")["batch.global_tokens"]
 
 
 @pytest.mark.parametrize("value", ["0100", "1:30", "0x10"])
@@ -139,8 +137,6 @@ def test_rules_skip_invalid_values() -> None:
         ("zzz.zzz=1", "sections are model, lora, data, batch"),
         ("optimizer.lr=1", "did you mean optimizer.learning_rate?"),
         ("train.gradient_checkpointing=true", "did you mean train.recompute?"),
-        ("train.bf16=true", "did you mean train.dtype: bfloat16?"),
-        ("train.per_device_train_batch_size=1", "did you mean batch.tokens_per_rank?"),
     ],
 )
 def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
-from longctx.config.settings import LORA_RATE
+from longctx.config.settings import LARGEST, LORA_RATE
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
@@ -105,9 +105,14 @@ def _read(path: Path) -> Values:
     return {str(section): {} if content is None else _with_names(content) for section, content in values.items()}
 
 
+def _whole(value: Any) -> Any:
+    """Returns 1e6 as the whole number that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST else value
+
+
 def _with_names(content: Any) -> Any:
     """Returns a section with text as keys: a number is no setting, which `_explain` says."""
-    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else content
+    return {str(key): _whole(value) for key, value in content.items()} if isinstance(content, dict) else content
 
 
 def _apply(override: str, values: Values) -> Problem | None:
@@ -123,7 +128,7 @@ def _apply(override: str, values: Values) -> Problem | None:
         return Problem(name, text, f"the value is not valid YAML: {error}", "quote or correct the value")
     content = values.setdefault(section, {})
     if isinstance(content, dict):
-        content[key] = value
+        content[key] = _whole(value)
     return None
 
 

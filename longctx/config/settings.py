@@ -33,12 +33,6 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _whole(cls, value: Any) -> Any:
-        """Takes 1e6 for the whole number that it is."""
-        return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST else value
-
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         for field in cls.model_fields.values():
