@@ -25,6 +25,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from longctx.attention.grouped_product import leaves_gradients
 from longctx.attention.huggingface_check import (
     HuggingFaceError,
     Kind,
@@ -112,6 +113,8 @@ def replace_attention(model: Any, causal: bool = True) -> str:
             "replaced: use another model"
         )
     replace_linear(model)
+    if leaves_gradients():
+        model.set_experts_implementation("eager")  # one expert after the other; for good, as plain training needs it too
     return before
 
 
@@ -347,8 +350,7 @@ def attend(
     name = type(module).__name__
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) != causal:
         raise HuggingFaceError(
-            f"{name} is not causal: only causal language models are supported, and encoders with masked.share or "
-            "prepare(model, causal=False)"
+            f"{name} is not causal: only causal language models are supported, and encoders with prepare(model, causal=False)"
             if causal
             else f"{name} is causal, or does not say that it is not (is_causal=False): encoders are supported only if tokens "
             "see earlier and later ones in all layers"

@@ -22,6 +22,12 @@ class StoreError(UserError):
     """A folder that is not a store, or a store that is damaged, of another version, or must not be replaced."""
 
 
+def how_to_prepare(folder: Path, more: str = "") -> str:
+    """Returns the command that makes a store; `more` options follow. Without --source it would be of Python's own library."""
+    source = "" if folder.name == "python-stdlib" else " --source YOUR_DATA --tokenizer CHECKPOINT"
+    return f"`longctx prepare{source} --out {shell(folder)}{more}`"
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Description of a store. It is written last, so a store without a manifest was never finished.
@@ -124,10 +130,10 @@ class Manifest:
         """Reads a folder's manifest and checks that every file exists with its full size. Raises StoreError."""
         path = folder / MANIFEST
         if not folder.is_dir():
-            raise StoreError(f"there is no store at {folder}: make one with `longctx prepare --out {shell(folder)}`")
+            raise StoreError(f"there is no store at {folder}: make one with {how_to_prepare(folder)}")
         if not path.is_file():
             raise StoreError(
-                f"{folder} is not a store: it has no {MANIFEST}; make one elsewhere with `longctx prepare --out FOLDER`"
+                f"{folder} is not a store: it has no {MANIFEST}; give the folder of a store, or make one elsewhere"
             )
         try:
             content: dict[str, Any] = json.loads(persistent(lambda: path.read_text("utf-8")))
@@ -139,9 +145,9 @@ class Manifest:
         if kind != FORMAT or version != VERSION:
             raise StoreError(
                 f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
-                f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
+                f"prepare it again with {how_to_prepare(folder, ' --overwrite')}"
             )
-        again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
+        again = f"prepare it again with {how_to_prepare(folder, ' --overwrite')}"
         try:
             manifest = cls(**unsealed(content))
             if manifest.checksums.keys() != manifest.files.keys():

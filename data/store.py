@@ -31,7 +31,7 @@ import pyarrow
 import pyarrow.compute
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.manifest import ARROW, TOKENIZER, Manifest, StoreError
+from longctx.data.manifest import ARROW, TOKENIZER, Manifest, StoreError, how_to_prepare
 from longctx.data.mapped import Batch, MappedFile
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import shell
@@ -115,7 +115,7 @@ class Store:
         """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out."""
         path = Path(path)
         manifest = Manifest.load(path)
-        again = f"prepare it again with `longctx prepare --out {shell(path)} --overwrite`"
+        again = f"prepare it again with {how_to_prepare(path, ' --overwrite')}"
         try:
             for name in manifest.files:
                 if not name.endswith(ARROW) and (problem := manifest.damage(path, name)):

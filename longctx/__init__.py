@@ -57,4 +57,4 @@ if not TYPE_CHECKING:  # else a type checker would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -115,7 +115,11 @@ def _run(name: str, argv: list[str]) -> int:
     starts_processes = getattr(module, "starts_processes", None)
     if starts_processes is not None:
         parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES_HELP)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        from longctx.commands.output import not_taken
+
+        raise UserError(not_taken(unknown, parser, takes_settings=getattr(module, "OVERRIDES", False)))
     arguments.overrides = overrides
     if starts_processes is not None and arguments.processes is not None and starts_processes(arguments):
         from longctx.parallel.launch import launch, launches

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from longctx import config
 from longctx.config import Config, ConfigError
-from longctx.config.reading import ELSEWHERE
+from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
@@ -61,6 +61,7 @@ def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -
         ("optimizer.betas=[0.8, 0.99]", (0.8, 0.99)),
         ("optimizer.clip_grad_norm=null", None),
         ("optimizer.weight_decay=0", 0.0),
+        ("batch.global_tokens=1e6", 1_000_000),
         ("data.store=my stores/a=b", Path("my stores/a=b")),
         ("train.run_dir=2001-13-45", Path("2001-13-45")),
         ("model.tie_word_embeddings=false", False),
@@ -70,6 +71,11 @@ def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -
 def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
     section, key = override.partition("=")[0].split(".")
     assert getattr(getattr(load(override), section), key) == expected
+
+
+def test_every_name_of_another_program_leads_to_a_setting() -> None:
+    assert {ours.partition(":")[0] for ours in ALIASES.values()} <= SETTINGS.keys()
+    assert "did you mean bfloat16?" in problems("train.dtype=bf16")["train.dtype"]
 
 
 @pytest.mark.parametrize("value", ["0100", "1:30", "0x10"])
@@ -129,6 +135,8 @@ def test_rules_skip_invalid_values() -> None:
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
         ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
         ("zzz.zzz=1", "sections are model, lora, data, batch"),
+        ("optimizer.lr=1", "did you mean optimizer.learning_rate?"),
+        ("train.gradient_checkpointing=true", "did you mean train.recompute?"),
     ],
 )
 def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
@@ -222,10 +230,10 @@ OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4"]
         (["context.mode=static", "context.degree=4"], 2, "context.degree", "the number of ranks in the domain, 2"),
         (["context.mode=bins", "context.bins={8192: 1, 32768: 4}"], 2, "context.bins", "the number of ranks in the domain, 2"),
         (["context.mode=bins", "context.bins={8193: 1}"], 2, "context.bins", "degree 1 holds 8192 tokens"),
-        (["data.max_length=16385"], 2, "data.max_length", "2 processes hold documents of at most 16384 tokens"),
-        (["data.max_length=16384", "batch.tokens_per_rank=8191"], 2, "data.max_length", "at most 16380 tokens"),
-        (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "at most 8192 tokens"),
-        (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "at most 8192 tokens"),
+        (["data.max_length=16385"], 2, "data.max_length", "a document over 2 processes has at most 16,384 tokens"),
+        (["data.max_length=16384", "batch.tokens_per_rank=8191"], 2, "data.max_length", "at most 16,380 tokens"),
+        (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "at most 8,192 tokens"),
+        (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "at most 8,192 tokens"),
         (["parallel.tensor_parallel_size=2"], 3, "parallel", "start 2 or 4 processes"),
         (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "set it to 500 or 502"),
         ([*OVER_FOUR, "model.intermediate_size=9"], 4, "model.intermediate_size", "set it to 8 or 10"),

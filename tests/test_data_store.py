@@ -223,8 +223,12 @@ def test_wrong_format_is_refused(copy: Path, tmp_path: Path) -> None:
     manifest.unlink()
     with pytest.raises(StoreError, match="is not a store: it has no manifest"):
         Store.open(copy)
-    with pytest.raises(StoreError, match=r"there is no store at .*longctx prepare --out"):
+    with pytest.raises(
+        StoreError, match=r"there is no store at .*`longctx prepare --source YOUR_DATA --tokenizer CHECKPOINT --out"
+    ):
         Store.open(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"`longctx prepare --out \S*python-stdlib`"):  # Python's own library, the default
+        Store.open(tmp_path / "python-stdlib")
 
 
 def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """README and docs: commands run or at least parse, links and anchors resolve, figures are those of bench/results."""
 
+import argparse
 import contextlib
 import os
 import re
@@ -97,6 +98,51 @@ def without_running(module_of: object) -> object:
         return types.SimpleNamespace(**{**vars(module_of(name)), "run": lambda arguments: 0})  # type: ignore[operator]
 
     return module
+
+
+MENTIONED = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "Makefile",
+    "bench",
+    "docs",
+    "examples",
+    "longctx",
+    "attention",
+    "data",
+]
+CALL = re.compile(r"(?:[`/]|-m )longctx ([a-z]\w*)[`\s\"]|-m\", \"longctx\", \"(\w+)\"")
+"""A call of longctx: in backticks, by its path, by `python -m`, or as a list of words."""
+MENTION = re.compile(rf"\blongctx ({'|'.join(cli.COMMANDS)})\b([^`\n;)|#]*)")
+
+
+def files_of(*folders: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name and not name.endswith((".png", ".csv"))]
+    return [file for file in files if file.is_file() and not file.is_symlink()]
+
+
+def options_of(command: str) -> set[str]:
+    parser, module = argparse.ArgumentParser(), cli._module(command)
+    module.add_arguments(parser)
+    return {*parser._option_string_actions, *(["--processes"] if hasattr(module, "starts_processes") else [])}
+
+
+def test_every_mention_of_a_command_exists() -> None:
+    """In scripts, examples, pages, help and messages: command, options and settings are those that parsers know."""
+    known = {command: options_of(command) for command in cli.COMMANDS}
+    wrong, found = [], 0
+    for file in files_of(*MENTIONED):
+        text = re.sub(r"\\\n\s*|\"\n\s*f?\"", " ", file.read_text("utf-8"))
+        calls = [one or other for one, other in CALL.findall(text) if file.name != "launch.py"]  # which names no command
+        wrong += [f"{file.name}: longctx {name}" for name in calls if name not in known]
+        for name, rest in MENTION.findall(text.replace("\\n", "\n")):
+            found += 1
+            options = re.findall(r"(?<=\s)--[a-zA-Z_]+(?:[\w-]|\.\w)*", rest.partition("torchrun")[0])
+            settings = {option for option in options if option[2:].replace("-", "_") in SETTINGS}
+            wrong += [f"{file.name}: longctx {name} {option}" for option in {*options} - settings - known[name]]
+    assert found > 250 and wrong == []
 
 
 # --- commands that two cores can run

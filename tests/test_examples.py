@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -108,6 +109,30 @@ def test_an_example_runs_on_two_ranks(call: str) -> None:
     lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$", printed, re.M)
     assert [int(step) for step, _ in lines] == list(range(10)), printed
     assert float(lines[-1][1]) < float(lines[0][1]) - 1
+
+
+SCRIPTS = sorted([*EXAMPLES.glob("*.py"), *(EXAMPLES.parent / "bench").glob("*.py")])
+NEEDS = {"optimum": "scipy"}
+"""Packages beyond those of the tests, by script."""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_every_script_starts(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With options it shows its help; otherwise it is imported, but for `ask.py`, which loads a model at once."""
+    if script.stem in NEEDS:
+        pytest.importorskip(NEEDS[script.stem])
+    if script.stem == "ask":
+        compile(script.read_text("utf-8"), script, "exec")
+        return
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    text = script.read_text("utf-8")
+    if '__name__ == "__main__"' not in text or not re.search(r"argparse|options\(__doc__", text):
+        runpy.run_path(str(script), run_name="imported")
+        return
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: {script.name}")
 
 
 def test_the_transformers_example_is_short() -> None:

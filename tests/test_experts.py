@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.attention.grouped_product import leaves_gradients
 from longctx.config import ConfigError, load
 from longctx.memory.loads import Load
 from longctx.memory.model import estimate
@@ -132,7 +133,7 @@ def test_experts_without_tokens_have_no_gradient_on_blackwell(
 def test_which_gpus_leave_gradients(capability: tuple[int, int] | None, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert experts.leaves_gradients.__wrapped__() == leaves
+    assert leaves_gradients.__wrapped__() == leaves
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])

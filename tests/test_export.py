@@ -60,10 +60,10 @@ def train(capfd: pytest.CaptureFixture[str], settings: list[str], *arguments: st
     return printed.err if status else printed.out
 
 
-def save_source(folder: Path) -> None:
+def save_source(folder: Path, **settings: Any) -> None:
     """Writes a checkpoint in bfloat16 of the type that names the folder, with all files besides the weights."""
     kind = folder.name
-    build_model(kind, "eager", bos_token_id=None, eos_token_id=1).to(torch.bfloat16).save_pretrained(folder)
+    build_model(kind, "eager", bos_token_id=None, eos_token_id=1, **settings).to(torch.bfloat16).save_pretrained(folder)
     if kind == "deepseek_v3":  # transformers reads and writes a part of it in float32
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(folder)
     (folder / "additional_chat_templates").mkdir()
@@ -142,6 +142,34 @@ def test_an_export_needs_no_source(tmp_path: Path, sources: Path, run_of: RunOf)
     assert json.loads((tmp_path / "native/config.json").read_text())["dtype"] == "float32"
 
 
+LENGTHENED = {
+    "as it was": ([], 1476, {"rope_type": "default", "rope_theta": 1e4}),
+    "base": (["model.rope_theta=50000.0"], 1476, {"rope_type": "default", "rope_theta": 5e4}),
+    "factor": (["model.rope_scaling=linear", "model.rope_factor=2"], 1476, {"rope_type": "linear", "factor": 2.0}),
+    "adapters": (["lora.rank=4"], 1476, {"rope_type": "default", "rope_theta": 1e4}),
+    "enough": (["model.rope_scaling=linear", "model.rope_factor=32"], 2048, {"rope_type": "linear", "factor": 32.0}),
+}
+"""Settings with which documents of up to 1,476 tokens train a checkpoint for 64; length and RoPE of the export."""
+
+
+@pytest.mark.parametrize("case", LENGTHENED)
+def test_an_export_is_as_long_as_what_was_trained(workers: Workers, store: Path, tmp_path: Path, case: str) -> None:
+    """Engines cut at the limits of config.json and of the tokenizer."""
+    settings, length, rope = LENGTHENED[case]
+    save_source(tmp_path / "llama", max_position_embeddings=64)
+    (tmp_path / "llama/tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
+    workers.run(untouched, 1, store, [tmp_path / "llama"], tmp_path / "runs", ["batch.tokens_per_rank=1500", *settings])
+    if case == "adapters":
+        said = export(tmp_path / "runs/llama", tmp_path / "adapters").said
+        assert "the base ends at 64 tokens (max_position_embeddings), documents had up to 1,476: --merge writes 1,476" in said
+    done = export(tmp_path / "runs/llama", tmp_path / "out", merge=case == "adapters")
+    raised = r"max_position_embeddings (64|128) → 1,476, the longest document trained; " if length == 1476 else ""
+    assert re.search(rf"files?; {raised}model_max_length of the tokenizer → 1,476$", done.said)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.max_position_embeddings == length and rope.items() <= config.rope_parameters.items()
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 1476
+
+
 NEW = {
     "llama": (1, [], "LlamaForCausalLM"),
     "llama3, pipeline": (
@@ -179,6 +207,7 @@ def test_new_weights_come_out_as_a_family_of_transformers(workers: Workers, stor
     with torch.no_grad():
         logits = ours(tokens, torch.arange(150), attention_of(ours, 150))
         torch.testing.assert_close(model.eval()(tokens[None]).logits[0], logits, rtol=1e-4, atol=1e-5)
+    assert model.config.max_position_embeddings == 1476, "the longest document trained"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer.encode("def f(x):\n    return x")) == "def f(x):\n    return x"
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == 256

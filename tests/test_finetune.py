@@ -132,6 +132,7 @@ def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capfd: 
         (["{checkpoint}", "{data}", "--lora", "4", "--lora.target_modules", "[wq]"], "no layer is called wq"),
         (["{checkpoint}", "{data}", "--train.stepz", "4"], "did you mean train.steps?"),
         (["{no_tokenizer}", "{data}"], "there is no tokenizer in"),
+        (["{checkpoint}", "{data}", "--long-documents", "drop"], "is drop, but no length is set: give --max-length"),
     ],
 )
 def test_invalid_requests_are_refused_before_the_run_starts(
@@ -387,9 +388,22 @@ def test_settings_can_be_made_without_training(
     config = load(out / "finetune.yaml", world_size=2)
     assert config.optimizer.weight_decay == 0.5 and config.checkpoint.export == out / "export"
     shown = capsys.readouterr().out
-    assert "dry run on 2 ranks" in shown and "memory: peak" in shown and shown.endswith("--processes 2 --resume-if-any\n")
-    total = int(json.loads((out / "store" / "manifest.json").read_text())["tokens"])
-    assert config.train.steps * config.batch.global_tokens == pytest.approx(2 * total, rel=0.5)
+    assert "dry run on 2 ranks" in shown and "memory     fits: " in shown and shown.endswith("--processes 2 --resume-if-any\n")
+    whole = json.loads((out / "store" / "manifest.json").read_text())
+    assert config.train.steps * config.batch.global_tokens == pytest.approx(2 * whole["tokens"], rel=0.5)
+    shorter = int(Store.open(out / "store").lengths.max()) - 1
+    given = [
+        str(checkpoint),
+        str(conversations),
+        "--out",
+        str(tmp_path / "short"),
+        "--prepare-only",
+        "--long-documents",
+        "drop",
+    ]
+    assert main(["finetune", *given, f"--data.max_length={shorter}"]) == 0, "a recipe's file sets the length"
+    kept = Store.open(tmp_path / "short" / "store").lengths
+    assert 0 < len(kept) < whole["documents"] and kept.max() <= shorter
 
 
 @pytest.mark.parametrize("counted", [1 << 17, 8])

@@ -285,7 +285,7 @@ def test_a_refusal_names_settings_that_can_be_pasted(
     config = load(None, [*BASE, *settings], world_size=ranks)
     with pytest.raises(DoesNotFit) as refused:
         refuse_too_large(SPEC, config, None, ranks, gibibytes << 30, fused=True)
-    told = re.search(r"that would fit is (.*?)\. `longctx estimate`", str(refused.value))
+    told = re.search(r"that would fit is (.*?)\. `longctx estimate --all`", str(refused.value))
     assert told
     pasted = load(None, [*BASE, *settings, *told[1].split()], world_size=ranks)
     assert pasted == config.changed(change)
@@ -306,7 +306,7 @@ def test_a_refusal_names_parts_and_the_way_out() -> None:
     configured = estimate(SPEC, CONFIG, 8, heaviest(CONFIG, None, 8), fused=True).total
     assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, None, fused=True), Memory)
     assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, configured, fused=True), Memory)
-    with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=norms\. `longctx estimate`"):
+    with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=norms\. `longctx estimate --all`"):
         refuse_too_large(SPEC, CONFIG, None, 8, 90 << 30, fused=True)
     with pytest.raises(DoesNotFit, match=r"no memory setting saves enough: lower batch\.tokens_per_rank"):
         refuse_too_large(SPEC, CONFIG, None, 8, 1 << 30, fused=True)
@@ -322,24 +322,54 @@ def test_training_is_refused_before_it_starts(
 
 
 def test_choices_differ_where_the_settings_do() -> None:
-    found = {tuple(settings.values()): memory.total for settings, memory in choices(SPEC, CONFIG, None, (8, 16), fused=True)}
-    assert len(found) == 2 * 5 * 2 * 3
-    recompute = [found[mode, False, "block", 8] for mode in ("none", "norms", "mlp", "selective", "full")]
+    found = {tuple(settings.values()): memory.total for settings, memory in choices(SPEC, CONFIG, None, 8, fused=True)}
+    assert len(found) == 5 * 2 * 3
+    recompute = [found[mode, False, "block"] for mode in ("none", "norms", "mlp", "selective", "full")]
     assert recompute == sorted(recompute, reverse=True)
-    assert found["none", False, "block", 16] < found["none", False, "block", 8] < found["none", False, "step", 8]
-    assert found["none", False, "block", 8] < found["none", True, "block", 8]
+    assert found["none", False, "block"] < found["none", False, "step"]
+    assert found["none", False, "block"] < found["none", True, "block"]
 
 
 def test_choices_leave_out_what_the_rules_refuse() -> None:
     config = load(None, [*BASE, "train.recompute=full", "train.offload_activations=true"], world_size=8)
-    rows = list(choices(SPEC, config, None, [8], fused=True))
+    rows = list(choices(SPEC, config, None, 8, fused=True))
     assert len(rows) == 24
     for row, _ in rows:
-        check(config.changed({name: value for name, value in row.items() if name != "ranks"}), world_size=8)
+        check(config.changed(row), world_size=8)
 
 
 def test_small_sizes_are_in_mebibytes() -> None:
     assert [format_bytes(size) for size in (0, 5 << 20, 6 << 20, 3 << 30)] == ["0.00 MiB", "5.00 MiB", "0.01 GiB", "3.00 GiB"]
+
+
+ON_H100 = ["--gpus=8", "--train.device=cuda", "--model.preset=llama-3.1-8b", "--model.vocab_size=128256"]
+LARGE = "--batch.tokens_per_rank=65536"
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "change"),
+    [
+        (["--model.preset=llama-3.2-1b"], "fits", "train.fit_memory: --context.keep_kv=true"),
+        (
+            ["--model.preset=llama-3.2-1b", "--train.fit_memory=false"],
+            "fits",
+            "1.24B parameters, computed in bfloat16, 8 ranks",
+        ),
+        ([LARGE], "does not fit", "train.fit_memory: --train.recompute=full"),
+        ([LARGE, "--train.fit_memory=false"], "does not fit", "the cheapest change that would fit is --train.recompute="),
+        (["--batch.tokens_per_rank=1000000", "--context.profile=a100-40gb"], "does not fit", "no memory setting saves enough"),
+    ],
+)
+def test_an_estimate_says_first_whether_the_run_fits(
+    settings: list[str], verdict: str, change: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On GPUs that are not here: of the size in the profile."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu = r"37.25 GiB per A100-\S+" if "a100" in settings[-1] else "74.51 GiB per H100"
+    assert main(["estimate", "--data.store=none", *ON_H100, *settings]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{verdict}: [\d,.]+ GiB of {gpu} \(at: .*\)", lines[0])
+    assert lines[1].startswith(change)
 
 
 def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,8 +382,16 @@ def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [row["total"] for row in found["choices"] if same.items() <= row.items()] == [configured["total"]]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "peak memory, at:" in said and "8 ranks" in said
-    assert "MiB" in said and "0.00 GiB" not in said
+    first, second, *others = said.splitlines()
+    assert re.fullmatch(
+        rf"fits: {format_bytes(configured['total'])} of .* per rank, if all are on this machine \(at: .*\)", first
+    )
+    assert second.startswith("0.427M parameters, computed in float32, 2 ranks of CPUs")
+    shown = {name: size for name, size in configured.items() if name not in ("moment", "total") and size}
+    assert {line[2:22].strip().replace(" ", "_") for line in others if line.startswith("  ") and "--" not in line} == {*shown}
+    assert sum(line.startswith("  --train.recompute=") for line in others) == 3
+    assert main([*arguments, "--all"]) == 0
+    assert capsys.readouterr().out.count("\n  --train.recompute=") == len(found["choices"]) == 30
     assert main(["estimate", f"--data.store={tmp_path / 'none'}"]) == 2
     assert "--model.vocab_size" in capsys.readouterr().err
     assert main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"]) == 0

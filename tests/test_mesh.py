@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -25,6 +26,7 @@ from longctx.parallel import environment, mesh
 from longctx.parallel.environment import Launch
 from longctx.parallel.host_memory import pinned_bytes
 from longctx.parallel.meeting import meet
+from longctx.trainers import dynamic
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -68,11 +70,22 @@ def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: 
     chosen = [(ranks, options["pg_options"]) for ranks, options in made if options.get("pg_options") is not None]
     high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
     assert chosen == ([([0, 1, 2, 3], high), ([4, 5, 6, 7], high)] if device == GPU else [])
+    assert len({id(options) for _, options in chosen}) == len(chosen), "NCCL's group keeps it, with the name that torch writes"
     assert [options["backend"] for ranks, options in made if ranks is None] == ["gloo"]
     assert not any("backend" in options for ranks, options in made if ranks is not None), "the backend of the default group"
     assert all(options["timeout"] == timedelta(seconds=7) for _, options in made)
     assert len(made) == 2 + 1 + 4 + 4
     assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
+
+
+def test_messages_of_trainers_have_high_priority_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
+    monkeypatch.setattr(dynamic, "warm_up", lambda group, device: None)
+    dynamic._groups(SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)))
+    assert made[0]["pg_options"] == Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
+    assert made[1]["backend"] == "gloo"
 
 
 SETTINGS = "expandable_segments:True"

@@ -68,7 +68,6 @@ def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "static → static:4" in out
     assert "gap" in out
-    assert "no plan takes less than" in out
     rows = [line for line in out.splitlines() if line.startswith("rank ")]
     assert len(rows) == 4
     assert all("▏0═══" in row and "▏3═══" in row for row in rows)
@@ -78,9 +77,11 @@ def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureF
 def test_the_gain_over_fixed_static_is_said_first(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(lengths) == 0
     made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
+    out = flat(capsys)
+    assert ("no plan takes less than" in out) == (tight_bound_s(made) > 1.0005 * made.lower_bound_s)
     fixed = plan_fixed_static(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, degree=4)
     speedup = f"{fixed.makespan_s / made.makespan_s:.2f}×"
-    assert f"{speedup} as fast as fixed static: degree 4 for every document takes {fixed.makespan_s:.4g} s" in flat(capsys)
+    assert f"{speedup} as fast as fixed static: degree 4 for every document takes {fixed.makespan_s:.4g} s" in out
 
 
 def test_no_two_documents_have_the_same_sign() -> None:

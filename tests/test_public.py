@@ -1,6 +1,7 @@
 """The names of `import longctx`: they are imported when they are used, and a plan needs no torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_public_name_is_there() -> None:
-    assert set(longctx.__all__) <= set(dir(longctx))
+    assert set(longctx.__all__) == set(dir(longctx))
+    exposed = (Path(longctx.__file__).parents[1] / "docs" / "api.md").read_text("utf-8").split("\n\n")[1].split(".\n")[0]
+    assert {*re.findall(r"`(\w+)`", exposed), "__version__"} == set(longctx.__all__)
     for name in longctx.__all__:
         assert getattr(longctx, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'make_plans'"):

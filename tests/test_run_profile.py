@@ -425,8 +425,8 @@ def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path, bu
     common = [f"data.store={store}", f"batch.tokens_per_rank={budget}", "data.max_length=1500", "batch.global_tokens=8000"]
     small = ["model.preset=small", "train.device=cpu", *common]
     opened, shape = Store.open(store), load(None, small).model.shape(257).spec
-    for row, memory in choices(shape, load(None, small, world_size=8), opened, (8,), fused=False):
-        own = load(None, [*small, *(f"{name}={value}" for name, value in row.items() if name != "ranks")], world_size=8)
+    for row, memory in choices(shape, load(None, small, world_size=8), opened, 8, fused=False):
+        own = load(None, [*small, *(f"{name}={value}" for name, value in row.items())], world_size=8)
         assert memory == estimate(shape, own, 8, heaviest(own, opened, 8), fused=False)
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import longctx
-from longctx.commands.lengths import add_source_options, add_step_options, kind_of_source, open_source
+from longctx.commands.lengths import add_planning_options, add_source_options, add_step_options, kind_of_source, open_source
 from longctx.commands.output import check_writable, progress_bar, write_csv
-from longctx.model.presets import PRESETS
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
@@ -31,34 +30,21 @@ if TYPE_CHECKING:
 SUMMARY = "Compare dynamic with static degrees on the same documents"
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DEFAULT_STEPS = 3
-DEFAULT_TOKENS_PER_RANK = 16384
 DETAILED = 64
 """Number of ranks shown in detail; otherwise the nearest one given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
-    default_ranks = ",".join(map(str, DEFAULT_RANKS))
-    parser.add_argument(
-        "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: those of {default_ranks} that fit)"
-    )
-    parser.add_argument(
-        "--tokens-per-rank",
-        type=int,
-        metavar="T",
-        help=f"maximum tokens per rank in one micro-batch (default: {DEFAULT_TOKENS_PER_RANK})",
-    )
+    sizes = f"sizes of the domain (default: those of {','.join(map(str, DEFAULT_RANKS))} that fit)"
+    parser.add_argument("--ranks", type=parse_ranks, metavar="N,..", help=sizes)
+    add_planning_options(parser)
     parser.add_argument(
         "--baseline",
         type=parse_baseline,
         metavar="static:DEGREE",
         help="fixed static baseline: the degree in use today, for all steps (default: the smallest power of two that holds "
         "the longest document)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="PRESET",
-        help=f"scale the profile to a preset: {', '.join(PRESETS)} (default: the profile's own model)",
     )
     parser.add_argument(
         "--long-documents",
@@ -137,7 +123,7 @@ def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["
 
     default = "error" if kind_of_source(arguments) == "file" else "split"
     long_documents = arguments.long_documents or default
-    tokens_per_rank = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else arguments.tokens_per_rank
+    tokens_per_rank = arguments.tokens_per_rank
     steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
     source = open_source(arguments, tokens_per_rank, steps, long_documents)
     cases, changed = make_cases(

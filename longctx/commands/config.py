@@ -1,21 +1,36 @@
-"""`longctx config`: the settings of a run, with type, meaning and default."""
+"""`longctx config`: every setting with type, meaning and default, or what a file sets."""
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
 
-from longctx.config import describe
+from longctx.config import Config, describe, load
+from longctx.config.problems import yaml_text
+from longctx.config.reading import SETTINGS
 from longctx.config.run import SECTIONS
 from longctx.errors import UserError
 
-SUMMARY = "Show the settings of a run, of all sections or of some"
+SUMMARY = "Show every setting with type, meaning and default, or what a YAML file sets"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all of them)")
+    sections = f"{', '.join(SECTIONS)} (default: all of them); a setting, such as context.mode; or a YAML file of settings"
+    parser.add_argument("names", nargs="*", metavar="SECTION", help=sections)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for section in arguments.sections:
-        if section not in SECTIONS:
-            raise UserError(f"there is no section {section!r} of settings: choose from {', '.join(SECTIONS)}")
-    print(describe(arguments.sections or SECTIONS))
+    for name in arguments.names:
+        if Path(name).is_file():
+            print(f"settings of {name} that are not at their defaults:", *_not_default(load(name)), sep="\n")
+        elif name not in SECTIONS and name not in SETTINGS:
+            raise UserError(f"there is no section or setting {name!r}, nor such a file: sections are {', '.join(SECTIONS)}")
+    if names := [name for name in arguments.names if not Path(name).is_file()] or ([] if arguments.names else SECTIONS):
+        print(describe(names))
     return 0
+
+
+def _not_default(config: Config) -> Iterator[str]:
+    for name, setting in SETTINGS.items():
+        section, key = name.split(".")
+        if (value := getattr(getattr(config, section), key)) != setting.default:
+            yield f"  {name}: {yaml_text(value)}  # default: {yaml_text(setting.default)}"

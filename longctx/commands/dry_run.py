@@ -1,15 +1,18 @@
-"""Dry run: checks settings and stores, plans the first steps and estimates their memory.
+"""Dry run: checks settings and stores, plans the first steps, and predicts time and memory of the run.
 
-Needs no processes, GPUs or run folder; available memory, kernel and run folder are checked on the machine of the run.
+Needs no processes, GPUs or run folder; free memory, kernel and run folder are checked on the machine of the run.
 """
 
 from longctx.config import Config
+from longctx.data.sampler import Sampler
+from longctx.data.store import Store
+from longctx.memory.advisor import verdict
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import lines_on
 from longctx.parallel.device import assumed, choose_device
 from longctx.training.checks import check_model, check_vocabulary
-from longctx.training.data import RunData, mix_lines, plan_steps, steps_of_run, with_steps
+from longctx.training.data import RunData, mix_lines, plan_steps, steps_of_epochs, steps_of_run, with_steps
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes, format_count
 
@@ -53,7 +56,17 @@ def dry_run(config: Config, ranks: int) -> None:
         )
     fused = choose_device(config.train.device, 0).type == "cuda"
     memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
+    fits, *changes = verdict(spec, config, store, ranks, memory, fused=fused)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.parts.items() if size)
-    print(f"memory: peak {format_bytes(memory.total)} per rank ({memory.moment}): {parts}")
-    ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))
-    print(f"mode {config.context.mode} is {static_s / ours:.2f}× as fast as the best static degree of every step (cost model)")
+    print(f"memory     {fits}: {parts}", *changes, sep="\n")
+    print(_run_line(config, store, ranks, sum(step.plan.makespan_s for step in planned) / len(planned)))
+
+
+def _run_line(config: Config, store: Store, ranks: int, step_s: float) -> str:
+    """Returns the number of steps of the run, and of an epoch of one store, and the time that they take."""
+    count, steps = config.train.steps, steps_of_run(config, store, ranks)
+    epoch = f" (an epoch has {steps_of_epochs(1.0, steps):,})" if isinstance(steps, Sampler) else ""
+    seconds = count * step_s
+    size, unit = (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
+    took = f"{seconds / size:,.1f} {unit} as predicted for the steps above, without validation and checkpoints"
+    return f"run        {count:,} steps{epoch}, {took}"

@@ -1,8 +1,7 @@
-"""`longctx estimate`: estimates peak memory per rank, by part and for other choices of settings."""
+"""`longctx estimate`: says whether a run fits, its peak memory per rank by part, and other choices of settings."""
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,17 +11,20 @@ from longctx.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from longctx.data.store import Store
-    from longctx.memory.advisor import Choice
-    from longctx.memory.model import Memory
     from longctx.planning.cost.spec import ModelSpec
 
-SUMMARY = "Estimate the peak memory per rank, as configured and for every choice of recomputation and resharding"
+SUMMARY = "Say whether a run fits: peak memory per rank, as configured and for other choices of settings"
+CHEAPEST = 3
+"""Choices that are shown without --all."""
 OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults if omitted")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of the run, one process on each")
+    parser.add_argument(
+        "--all", action="store_true", help="show every choice of recomputation and resharding, also on more GPUs"
+    )
     parser.add_argument("--json", action="store_true", help="print the estimate in bytes as JSON")
     parser.epilog = (
         "The documents of the first steps are used if the store exists. Otherwise set model.vocab_size; the estimate then is "
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
-    from longctx.memory.advisor import choices, heaviest
+    from longctx.memory.advisor import as_override, choices, heaviest, memory_of_ranks, verdict
     from longctx.memory.model import estimate
     from longctx.parallel.device import assumed, choose_device
     from longctx.training.run_profile import run_profile
@@ -44,14 +46,26 @@ def run(arguments: argparse.Namespace) -> int:
     fused = choose_device(config.train.device, 0).type == "cuda"
     store, spec = _store_and_spec(config)
     memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
-    table = list(choices(spec, config, store, (ranks, 2 * ranks, 4 * ranks), fused=fused))
+    table = list(choices(spec, config, store, ranks, fused=fused))
     if arguments.json:
-        rows = [{**settings, **choice.to_json()} for settings, choice in table]
+        rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
         print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
         return 0
-    source = f"the first steps of {config.data.said}" if store else "a full rank (no store)"
-    parameters = f"{format_count(spec.parameters)} parameters, computed in {config.dtype}"
-    _print_memory(f"{parameters}, {ranks} ranks{assumed(config.train.device)}, {source}", memory, table, config)
+    print(*verdict(spec, config, store, ranks, memory, fused=fused), sep="\n")
+    print(
+        f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} rank{'s' * (ranks > 1)}"
+        f"{assumed(config.train.device)}, {f'the first steps of {config.data.said}' if store else 'a full rank (no store)'}"
+    )
+    for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
+        if size:
+            print(f"  {name.replace('_', ' '):20}{format_bytes(size):>12}")
+    if not arguments.all:
+        available = memory_of_ranks(config, ranks)[0]
+        table = [choice for choice in table if available is None or choice[1].total <= available][:CHEAPEST]
+    print("every choice, fastest first" if arguments.all else "choices that fit, fastest first (--all: every choice)")
+    for settings, choice in table:
+        print(f"  {' '.join(as_override(*setting) for setting in settings.items()):86}{format_bytes(choice.total):>12}")
+    print("not counted: the process, its libraries and memory fragmentation")
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 
@@ -68,33 +82,3 @@ def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
             "existing store"
         )
     return None, config.model_source(config.model.vocab_size).spec
-
-
-def _print_memory(title: str, memory: "Memory", choices: "Sequence[Choice]", config: Config) -> None:
-    """Prints peak memory per rank as two tables: by part, and in total for every choice of settings."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    parts = Table("part", box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    parts.add_column("per rank", justify="right")
-    for name, size in memory.parts.items():
-        parts.add_row(name.replace("_", " "), format_bytes(size))
-    parts.add_section()
-    parts.add_row(f"peak memory, at: {memory.moment}", format_bytes(memory.total))
-    console.print(parts)
-    worlds = sorted({settings["ranks"] for settings, _ in choices})
-    table = Table("recompute", "keep_kv", "reshard_after", box=box.SIMPLE_HEAD, title="every choice", title_justify="left")
-    for ranks in worlds:
-        table.add_column(f"{ranks} ranks", justify="right")
-    rows: dict[tuple[str, bool, str], dict[int, str]] = {}
-    for settings, choice in choices:
-        key = settings["train.recompute"], settings["context.keep_kv"], settings["parallel.reshard_after"]
-        rows.setdefault(key, {})[settings["ranks"]] = format_bytes(choice.total)
-    configured = config.train.recompute, bool(config.context.keep_kv), config.parallel.reshard_after
-    for key, totals in rows.items():
-        style = "bold" if key == configured else None
-        table.add_row(key[0], str(key[1]).lower(), key[2], *(totals.get(ranks, "-") for ranks in worlds), style=style)
-    console.print(table)
-    console.print("Bold: as configured. Not counted: the process, its libraries and memory fragmentation.")

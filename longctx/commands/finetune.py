@@ -34,28 +34,16 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="transformers checkpoint: a folder, or OWNER/NAME on the hub")
-    parser.add_argument(
-        "data", metavar="DATA", help="JSONL, Parquet, a folder of them, or a saved dataset; see `longctx prepare --source`"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA, by their names)"
-    )
+    parser.add_argument("data", metavar="DATA", help="JSONL, Parquet, a folder of them, or as `longctx prepare --source` takes")
+    parser.add_argument("--out", type=Path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA)")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank instead of all parameters")
     parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps takes precedence")
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes (default: one per GPU, or two on a CPU)"
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="YAML", help="YAML file of settings that replace this command's defaults"
-    )
-    parser.add_argument(
-        "--prepare-only", action="store_true", help="write the store and the settings, and print the command to train"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="the same, and plan the first steps for --processes, print the plans and the memory estimate",
-    )
+    parser.add_argument("--processes", type=int, metavar="N", help="processes (default: one per GPU, or two on a CPU)")
+    parser.add_argument("--config", type=Path, metavar="YAML", help="settings that replace this command's defaults")
+    only = "write the store and the settings, and print the command to train"
+    parser.add_argument("--prepare-only", action="store_true", help=only)
+    dry = "the same, and say how many steps a run on --processes has, how long they take and whether they fit, by prediction"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
     prepare.add_data_arguments(parser)
     parser.set_defaults(tokenizer=None)
     parser.epilog = (
@@ -151,7 +139,15 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     if chosen.model.new_tokens is not None and arguments.tokenizer is None:
         tokenizer = str(out / "tokenizer")
         save_with_tokens(arguments.model, chosen.model.new_tokens, Path(tokenizer))
-    data = {"source": arguments.data, "out": out / "store", "tokenizer": tokenizer, "vocab_size": None, "json": False}
+    longest = arguments.max_length if arguments.long_documents == "error" else arguments.max_length or chosen.data.max_length
+    data = {
+        "source": arguments.data,
+        "max_length": longest,
+        "out": out / "store",
+        "tokenizer": tokenizer,
+        "vocab_size": None,
+        "json": False,
+    }
     try:
         prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
     except StoreError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from longctx.commands.output import given_options
 from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
+from longctx.model.presets import PRESETS
 from longctx.planning.hardware_profile import shipped_profiles
 from longctx.units import whole_number
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from longctx.comparison.steps import LengthSource
 
 DEFAULT_PROFILE = "h100-nvlink-ib"
+DEFAULT_TOKENS_PER_RANK = 16384
 MICRO_BATCHES = 4
 """Default size of a step, in full micro-batches."""
 DOCUMENTS_PER_RANK = 4
@@ -37,6 +39,14 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", default=DEFAULT_PROFILE, help=f"hardware profile: a YAML or JSON file, or one of {profiles}"
     )
+
+
+def add_planning_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what one split plans for: tokens per rank and the model."""
+    tokens = "maximum tokens per rank in one micro-batch"
+    parser.add_argument("--tokens-per-rank", type=int, default=DEFAULT_TOKENS_PER_RANK, metavar="T", help=tokens)
+    model = f"scale the profile to a preset: {', '.join(PRESETS)} (default: the profile's own model)"
+    parser.add_argument("--model", metavar="PRESET", help=model)
 
 
 def add_step_options(parser: argparse.ArgumentParser, steps: str = "") -> None:

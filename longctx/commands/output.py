@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import difflib
 import os
 import sys
 import time
@@ -94,3 +95,15 @@ def _lines() -> "Show":
             last = time.monotonic()
 
     return show
+
+
+def not_taken(words: list[str], parser: argparse.ArgumentParser, *, takes_settings: bool) -> str:
+    """Returns the error for words that a command does not take, with the option or setting that was probably meant."""
+    from longctx.config.reading import setting_of  # pydantic takes long to import
+
+    option = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+    setting = setting_of(option[2:].replace("-", "_")) if takes_settings else None
+    near = difflib.get_close_matches(option, parser._option_string_actions, n=1)
+    meant = f"--{setting.replace(': ', ' ')}" if setting else near[0] if near else ""
+    hint = f"did you mean {meant}?" if meant else f"`{parser.prog} --help` lists what it takes"
+    return f"unrecognized arguments: {' '.join(words)}: {hint}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from longctx.commands.lengths import (
+    add_planning_options,
     add_source_options,
     add_step_options,
     kind_of_source,
@@ -15,7 +16,6 @@ from longctx.commands.lengths import (
     refuse_other_kinds,
 )
 from longctx.commands.output import check_picture
-from longctx.model.presets import PRESETS
 from longctx.planning.pipeline import Pipeline
 from longctx.planning.plan import MODES
 from longctx.units import whole_number
@@ -31,14 +31,7 @@ KINDS = {"documents": ("mix",), "global_tokens": ("store",), "seed": ("mix", "st
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks in the domain")
-    parser.add_argument(
-        "--tokens-per-rank", type=int, required=True, metavar="T", help="maximum tokens per rank in one micro-batch"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="PRESET",
-        help=f"scale the profile to a preset: {', '.join(PRESETS)} (default: the profile's own model)",
-    )
+    add_planning_options(parser)
     parser.add_argument("--mode", choices=MODES, default="auto", help="how degrees are chosen; see context.mode")
     parser.add_argument("--degree", type=int, help="degree in mode static (default: the best one)")
     parser.add_argument(

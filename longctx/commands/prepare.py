@@ -88,12 +88,7 @@ def _add_loss_arguments(parser: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="train on an empty <think> block that the chat template writes before an answer (default: no loss there)",
     )
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="maximum tokens of a conversation (default: keep all)",
-    )
+    parser.add_argument("--max-length", type=int, metavar="N", help="maximum tokens of a conversation (default: keep all)")
     parser.add_argument(
         "--long-documents",
         choices=("error", "drop", "truncate_left", "truncate_right"),
@@ -106,11 +101,8 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
     )
-    parser.add_argument(
-        "--split",
-        metavar="NAME",
-        help="split to read, where files (by their names) or a dataset have several (default: train)",
-    )
+    split = "split to read, where files (by their names) or a dataset have several (default: train)"
+    parser.add_argument("--split", metavar="NAME", help=split)
     parser.add_argument("--subset", metavar="NAME", help="subset (configuration) of a data set on the hub")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a data set on the hub (default: main)")
     parser.add_argument(
@@ -119,12 +111,8 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="stop reading after N documents; a data set on the hub is then streamed, not downloaded (default: read all)",
     )
-    parser.add_argument(
-        "--max-bytes",
-        type=int,
-        metavar="N",
-        help="stop reading after N bytes of text, or token ids of 4 bytes (default: all)",
-    )
+    most = "stop reading after N bytes of text, or token ids of 4 bytes (default: all)"
+    parser.add_argument("--max-bytes", type=int, metavar="N", help=most)
     parser.add_argument(
         "--document-separator",
         metavar="TEXT",
@@ -144,6 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")
+    if arguments.max_length is None and arguments.long_documents != "error":
+        raise UserError(f"--long-documents is {arguments.long_documents}, but no length is set: give --max-length")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     variables = dict(map(_variable, arguments.template_set or ()))

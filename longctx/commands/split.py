@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from longctx.commands.lengths import add_source_options, add_step_options, open_source
+from longctx.commands.lengths import DEFAULT_TOKENS_PER_RANK, add_source_options, add_step_options, open_source
 from longctx.commands.output import progress_bar
 from longctx.config import load
 from longctx.errors import UserError
@@ -19,8 +19,6 @@ MOST_GPUS = 1 << 16
 MANY_GPUS = 256
 """From this number of GPUs on, one step has enough documents to compare splits."""
 DEFAULT_STEPS = 3
-DEFAULT_TOKENS_PER_RANK = 16384
-"""Tokens per rank from which the default size of a step follows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,21 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="llama-3.1-8b",
         help=f"model: {', '.join(PRESETS)}; --model.num_hidden_layers 80 changes its sizes",
     )
-    parser.add_argument(
-        "--tokens-per-rank", type=int, metavar="T", help="maximum tokens per rank (default: powers of two are searched)"
-    )
-    parser.add_argument(
-        "--max-length", type=int, metavar="L", help="longer documents are split, as by data.max_length (default: none are)"
-    )
-    parser.add_argument(
-        "--peak-tflops",
-        type=float,
-        metavar="P",
-        help="peak dense bfloat16 TFLOP/s per GPU (default: known for shipped profiles)",
-    )
-    parser.add_argument(
-        "--memory-gb", type=float, metavar="M", help="memory per GPU in GB, 10⁹ bytes (default: known for shipped profiles)"
-    )
+    parser.add_argument("--tokens-per-rank", type=int, metavar="T", help="maximum tokens per rank (default: it is searched)")
+    parser.add_argument("--max-length", type=int, metavar="L", help="split longer documents, as data.max_length does")
+    known = "(default: known for shipped profiles)"
+    parser.add_argument("--peak-tflops", type=float, metavar="P", help=f"peak dense bfloat16 TFLOP/s per GPU {known}")
+    parser.add_argument("--memory-gb", type=float, metavar="M", help=f"memory per GPU in GB, 10⁹ bytes {known}")
     add_step_options(
         parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS}; 1 from {MANY_GPUS} GPUs on)"
     )

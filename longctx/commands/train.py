@@ -21,11 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue from the newest complete checkpoint in train.run_dir, or from that of STEP: later ones are moved to "
         "set-aside-1 there",
     )
-    parser.add_argument(
-        "--resume-if-any",
-        action="store_true",
-        help="continue if there is a checkpoint, otherwise start from scratch: for jobs that a scheduler restarts",
-    )
+    any_ = "continue if there is a checkpoint, otherwise start from scratch: for jobs that a scheduler restarts"
+    parser.add_argument("--resume-if-any", action="store_true", help=any_)
     parser.add_argument(
         "--continue",
         dest="continued",
@@ -34,16 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin with weights, moments, step and place in the data of another run, such as one with shorter documents; "
         "train.steps counts the steps of both",
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check settings and store, plan the first steps, print the plans and the memory estimate, and exit",
-    )
-    parser.add_argument(
-        "--trace-steps",
-        metavar="A:B",
-        help="trace steps A to B into train.run_dir/traces: one file per rank, for https://ui.perfetto.dev",
-    )
+    dry = "check settings and store, plan the first steps, and say how long the run takes and whether it fits, by prediction"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
+    trace = "trace steps A to B into train.run_dir/traces: one file per rank, for https://ui.perfetto.dev"
+    parser.add_argument("--trace-steps", metavar="A:B", help=trace)
     parser.add_argument("--gpus", type=int, metavar="N", help="--dry-run: number of GPUs to plan for, one process on each")
     parser.epilog = (
         "On 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"

@@ -2,7 +2,7 @@
 
 A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a row for each.
 Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps as in
-trainers without dynamic degrees, and the best static degree of every step, an oracle that no trainer has.
+trainers without dynamic degrees, and the best static degree of every step, which is what `context.mode: static` does.
 """
 
 import math

@@ -103,7 +103,7 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
         )
         return Drawn(first_lengths(sampler, steps))
 
-    words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, {len(store):,} documents, seed {seed}"
+    words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, a store of {len(store):,} documents, seed {seed}"
     return LengthSource(words, draw, int(store.lengths.max()), seed, store.lengths)
 
 

@@ -66,15 +66,10 @@ def speedups_table(rows: Sequence[PlannerRow], speedup: str) -> Words:
 def captions(rows: Sequence[PlannerRow]) -> list[str]:
     """Returns explanations of the tables of plans and memory."""
     lines = [
-        "over fixed, over best: speedup over fixed static and over the best static degree of every step, an oracle; degrees "
-        "are in brackets. Fixed static packs documents as they come, all other plans pack them well; another single degree for "
-        "all steps: --baseline static:DEGREE",
-        "gap: time above the lower bound, which assumes a free network; in the last line, the part that no plan can avoid",
-        "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by computation), and for "
-        "the slowest rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; "
-        "nothing is padded",
-        "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one round; "
-        "more rounds need less memory",
+        "over fixed, over best: speedup over fixed static, which packs documents as they come (another degree: --baseline "
+        "static:DEGREE), and over the best static degree of every step, as context.mode static has it; degrees are in brackets",
+        "gap: time above the lower bound with a free network; waits: for the exchange; idle: for the slowest rank",
+        "remote tokens: of other ranks, if gathered in one round; more rounds need less memory",
     ]
     if (free := over_fixed_without_barriers(rows)) is not None:
         lines.append(

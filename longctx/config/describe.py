@@ -26,12 +26,15 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def describe(sections: Iterable[str] = SECTIONS) -> str:
-    """Returns the help text of every setting, by section: dotted name, type, description and default."""
+def describe(names: Iterable[str] = SECTIONS) -> str:
+    """Returns the help text of the settings of sections, and of settings by name: dotted name, type, description, default."""
     lines = [f"{_HEAD}:"]
-    for section in sections:
+    for name in names:
+        section, _, only = name.partition(".")
         lines += ["", f"{section}: {SECTIONS[section].__doc__}"]
         for key, setting in SECTIONS[section].model_fields.items():
+            if only not in ("", key):
+                continue
             lines.append(f"  --{section}.{key} {type_name(setting.annotation)}")
             lines += _wrapped(_with_default(setting.description or "", setting.default))
     return "\n".join(lines)

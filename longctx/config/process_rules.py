@@ -60,7 +60,8 @@ def _lengths(config: Config, world_size: int) -> Iterator[Problem]:
             fix = "raise the bin's degree or batch.tokens_per_rank, or lower the bin's length"
             yield Problem("context.bins", bins, rule, fix, ("batch.tokens_per_rank",))
     if max_length is not None and max_length > longest:
-        rule = f"in context.mode {context.mode}, {world_size} processes hold documents of at most {longest} tokens"
+        few = f"{world_size} process{'es' * (world_size > 1)}"
+        rule = f"in context.mode {context.mode}, a document over {few} has at most {longest:,} tokens"
         fix = f"set it to {longest} or less, raise batch.tokens_per_rank, the degree or the last bin, or start more processes"
         others = ("batch.tokens_per_rank", "context.degree", "context.bins")
         yield Problem("data.max_length", max_length, rule, fix, others)

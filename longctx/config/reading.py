@@ -1,6 +1,7 @@
 """Reads a configuration: YAML file, dotted overrides, types and bounds, then rules; reports all problems in one error."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
-from longctx.config.settings import LORA_RATE
+from longctx.config.settings import LARGEST, LORA_RATE
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
@@ -30,6 +31,23 @@ ELSEWHERE = {
     "data.rollouts": f"policy gradients run inside TRL's GRPOTrainer or RLOOTrainer, {_BY_ONE_CALL}",
 }
 """Sections and settings that people look for → where their job runs."""
+ALIASES = {
+    other: ours
+    for ours, others in {
+        "optimizer.learning_rate": "lr",
+        "train.dtype: bfloat16": "bf16 fp16 mixed_precision",
+        "train.recompute": "gradient_checkpointing activation_checkpointing",
+        "batch.tokens_per_rank": "micro_batch_size per_device_train_batch_size",
+        "batch.global_tokens": "batch_size global_batch_size train_batch_size gradient_accumulation_steps",
+        "data.max_length": "seq_len seq_length sequence_len max_seq_length max_seq_len",
+        "train.epochs": "num_epochs num_train_epochs",
+        "checkpoint.every": "save_steps save_interval",
+        "lora.rank": "r lora_r lora_rank",
+        "context.degree": "cp_size context_parallel_size",
+    }.items()
+    for other in others.split()
+}
+"""Names in other programs → our settings."""
 Values = dict[str, Any]
 """Settings as read, by section, or by key."""
 
@@ -87,9 +105,14 @@ def _read(path: Path) -> Values:
     return {str(section): {} if content is None else _with_names(content) for section, content in values.items()}
 
 
+def _whole(value: Any) -> Any:
+    """Returns 1e6 as the whole number that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST else value
+
+
 def _with_names(content: Any) -> Any:
     """Returns a section with text as keys: a number is no setting, which `_explain` says."""
-    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else content
+    return {str(key): _whole(value) for key, value in content.items()} if isinstance(content, dict) else content
 
 
 def _apply(override: str, values: Values) -> Problem | None:
@@ -105,7 +128,7 @@ def _apply(override: str, values: Values) -> Problem | None:
         return Problem(name, text, f"the value is not valid YAML: {error}", "quote or correct the value")
     content = values.setdefault(section, {})
     if isinstance(content, dict):
-        content[key] = value
+        content[key] = _whole(value)
     return None
 
 
@@ -151,18 +174,25 @@ def _explain(details: ErrorDetails) -> Problem:
     setting = SETTINGS[name]
     rule = "must be a path" if details["type"] == "path_type" else details["msg"].replace("Input should", "must")
     where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
-    return Problem(name, value, rule + where, f"the default is {yaml_text(setting.default)} ({setting.description})")
+    fix = f"the default is {yaml_text(setting.default)} ({setting.description})"
+    choices = re.findall(r"'([^']*)'", details.get("ctx", {}).get("expected", ""))
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    return Problem(name, value, rule + where, f"did you mean {near[0]}? {fix}" if near else fix)
+
+
+def setting_of(name: str) -> str | None:
+    """Returns the setting with this name in some section, or in another program; None if there is none."""
+    return next((each for each in SETTINGS if each.split(".")[1] == name), ALIASES.get(name))
 
 
 def _suggest(section: str, key: str | None) -> str:
     """Suggests the setting or section that was probably meant, otherwise lists the valid ones."""
+    if home := setting_of(section if key is None else key):
+        return f"did you mean {home}?"
     if section not in SECTIONS:
-        if key is None and (home := [name for name in SETTINGS if name.split(".")[1] == section]):
-            return f"did you mean {home[0]}?"
         near = difflib.get_close_matches(section, SECTIONS, n=1)
         return f"did you mean section {near[0]}?" if near else f"sections are {', '.join(SECTIONS)}"
-    elsewhere = [name for name in SETTINGS if name.split(".")[1] == key]
     keys = list(SECTIONS[section].model_fields)
     near = [f"{section}.{name}" for name in difflib.get_close_matches(str(key), keys, n=1)]
-    suggestions = elsewhere or near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
+    suggestions = near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
     return f"did you mean {suggestions[0]}?" if suggestions else f"section {section} has {', '.join(keys)}"

@@ -23,7 +23,7 @@ def check(config: Config, *, world_size: int) -> None:
     """Raises ConfigError with all problems of the settings on `world_size` processes."""
     problems = broken_rules(config, world_size)
     if problems:
-        raise ConfigError.of(problems, f"the configuration for {world_size} processes")
+        raise ConfigError.of(problems, f"the configuration for {world_size} process{'es' * (world_size > 1)}")
 
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
@@ -68,7 +68,7 @@ def _without(config: Config) -> str:
     """Returns the fix for an initial checkpoint that is missing or unusable."""
     run = config.train.run_dir
     if not (run / "checkpoints").is_dir():
-        return "repair or replace that checkpoint, or choose another"
+        return "do as the rule says, or choose another checkpoint"
     if config.lora.rank is not None:
         return f"restore it: the checkpoints of {run} contain only the adapters, not the base weights"
     return (

@@ -4,7 +4,7 @@ The estimate is compared with all available memory, without a margin for what it
 refused could not work, but a run that barely fits may still run out of memory.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import Load, full_loads, loads
 from longctx.memory.model import Memory, estimate, fits
+from longctx.parallel.device import choose_device
 from longctx.parallel.host_memory import free_bytes
 from longctx.planning.cost.spec import RECOMPUTE_MODES, ModelSpec
 from longctx.training.data import first_plans
+from longctx.training.run_profile import read_described, run_profile
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
@@ -27,7 +29,7 @@ ROOM = 0.85
 Settings = dict[str, Any]
 """New values by dotted name."""
 Choice = tuple[Settings, Memory]
-"""Settings, including the number of ranks, and the peak memory per rank."""
+"""Settings and the peak memory per rank."""
 
 
 class DoesNotFit(UserError):
@@ -105,20 +107,17 @@ def changes_between(before: Config, after: Config) -> str:
     return f"train.fit_memory: {' '.join(changes)}" if changes else ""
 
 
-def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:
-    """Yields every valid combination of recomputation, kept K and V, resharding and number of ranks, with its peak memory."""
-    for ranks in worlds:
-        if broken_rules(config, ranks):
-            continue
-        for recompute in RECOMPUTE_MODES:
-            for keep_kv in (False, True):
-                times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
-                candidates = heaviest(config.changed(times), store, ranks)
-                for reshard_after in ("block", "micro_batch", "step"):
-                    values = {**times, "parallel.reshard_after": reshard_after}
-                    tried = config.changed(values)
-                    if not broken_rules(tried, ranks):
-                        yield {**values, "ranks": ranks}, estimate(spec, tried, ranks, candidates, fused=fused)
+def choices(spec: ModelSpec, config: Config, store: Store | None, ranks: int, *, fused: bool) -> Iterator[Choice]:
+    """Yields every valid combination of recomputation, kept K and V and resharding with its peak memory, fastest first."""
+    for recompute in RECOMPUTE_MODES:
+        for keep_kv in (True, False):
+            times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
+            candidates = heaviest(config.changed(times), store, ranks)
+            for reshard_after in ("step", "micro_batch", "block"):
+                values = {**times, "parallel.reshard_after": reshard_after}
+                tried = config.changed(values)
+                if not broken_rules(tried, ranks):
+                    yield values, estimate(spec, tried, ranks, candidates, fused=fused)
 
 
 def cheapest_change(
@@ -164,19 +163,48 @@ def refuse_too_large(
     memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
     if available is None or memory.total <= available:
         return memory
-    change = cheapest_change(spec, config, store, ranks, available, fused=fused)
-    if change is None:
-        way_out = "no memory setting saves enough: lower batch.tokens_per_rank, start more processes, or use a smaller model"
-    else:
-        settings = " ".join(as_override(*setting) for setting in change.items())
-        way_out = f"the cheapest change that would fit is {settings}"
+    out = way_out(spec, config, store, ranks, available, fused=fused)
     largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest)
     raise DoesNotFit(
         f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; largest parts: {parts}), but only "
-        f"{format_bytes(available)} is available: {way_out}. `longctx estimate` shows all choices; leave room for what it does "
-        "not count: libraries, communicator buffers and fragmentation"
+        f"{format_bytes(available)} is available: {out}. `longctx estimate --all` shows all choices; leave room for what it "
+        "does not count: libraries, communicator buffers and fragmentation"
     )
+
+
+def way_out(spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool) -> str:
+    """Returns the cheapest change that would fit into `available` bytes per rank, or that there is none, in words."""
+    change = cheapest_change(spec, config, store, ranks, available, fused=fused)
+    if change is None:
+        return "no memory setting saves enough: lower batch.tokens_per_rank, start more processes, or use a smaller model"
+    return f"the cheapest change that would fit is {' '.join(as_override(*setting) for setting in change.items())}"
+
+
+def memory_of_ranks(config: Config, ranks: int) -> tuple[int | None, str]:
+    """Returns the bytes that each rank of a run has, None if unknown, and of what; GPUs that are not here are the profile's."""
+    device, (_, profile) = choose_device(config.train.device, 0), read_described(run_profile(config, ranks).name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        known = None if profile is None or profile.memory_gb is None else int(1e9 * profile.memory_gb)
+        return known, (profile and profile.gpu) or "GPU"
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "rank, if all are on this machine"
+    return available_bytes(device, ranks), gpu
+
+
+def verdict(spec: ModelSpec, config: Config, store: Store | None, ranks: int, memory: Memory, *, fused: bool) -> list[str]:
+    """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`, and the changes that the run
+    makes by `train.fit_memory`, or needs."""
+    available, of = memory_of_ranks(config, ranks)
+    peak, at = format_bytes(memory.total), f"(at: {memory.moment})"
+    if available is None:
+        return [f"needs {peak} per {of}, whose memory is not known {at}"]
+    fits, changes = memory.total <= available, ""
+    if fused if config.train.fit_memory is None else config.train.fit_memory:
+        changes = changes_between(config, fitted(spec, config, store, ranks, available, fused=fused))
+    if not fits and not changes:
+        changes = way_out(spec, config, store, ranks, available, fused=fused)
+    said = f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per {of} {at}"
+    return [said, *([changes] if changes else [])]
 
 
 def available_bytes(device: torch.device, local_ranks: int) -> int | None:

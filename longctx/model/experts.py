@@ -7,7 +7,6 @@ their own backward: two runs are bitwise identical.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from longctx.attention.grouped_product import leaves_gradients
 from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.presets import ModelShape
 
@@ -114,15 +114,6 @@ def _is_grouped(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
     known = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     aligned = all(size * rows.element_size() % 16 == 0 for size in matrices.shape[1:])
     return hasattr(F, "grouped_mm") and rows.dtype in known and aligned
-
-
-@cache
-def leaves_gradients() -> bool:
-    """Returns whether torch's grouped product leaves gradients of matrices without rows as it found them in memory.
-
-    So it does on Blackwell (pytorch issue 172439, seen on a B200 and open for torch 2.13).
-    """
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
 
 
 class SparseMLP(nn.Module):

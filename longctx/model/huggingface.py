@@ -23,7 +23,6 @@ from longctx.errors import brief
 from longctx.model.balance import RowDocuments
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion
-from longctx.model.experts import leaves_gradients
 from longctx.model.huggingface_spec import spec_of
 from longctx.model.protocol import Head, MakeAttention, Model
 from longctx.model.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
@@ -158,8 +157,6 @@ class TransformersModel(Model):
         """
         self._fill_buffers(device)
         self._device = device
-        if leaves_gradients():
-            self.hf.set_experts_implementation("eager")  # one expert after the other
         with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
             self.kinds = check_packed(self.hf, self._as_transformers, dtype)
             self._choose_head(dtype)

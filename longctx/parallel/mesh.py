@@ -197,7 +197,7 @@ def make_groups(
     numbers = numbers.clone(memory_format=torch.contiguous_format)  # torch 2.11 compares strides, also of axes of size 1
     domain, weights, of_tensor, copies = _weight_meshes(device, numbers, shards, timeout)
     # The domain's group may be the world's, so the exchange gets a separate one.
-    of_domain = numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout)
+    of_domain = numbers.reshape(-1, ranks), timeout, device
     exchange = _my_group(*of_domain)
     across = None if processes_per_node(dist.get_world_size()) is None else _my_group(*of_domain)
     assert exchange is not None
@@ -248,10 +248,11 @@ def _expert_mesh(device: torch.device, sizes: tuple[int, int, int, int], timeout
     return mesh
 
 
-def _exchange_options(device: torch.device, timeout: timedelta) -> Any:
-    """Returns the options of the exchange's groups: on GPUs a stream of high priority, as FSDP has; None for gloo.
+def exchange_options(device: torch.device, timeout: timedelta) -> Any:
+    """Returns the options of one group for an exchange: on GPUs a stream of high priority, as FSDP has; None for gloo.
 
-    Messages on a stream of normal priority would wait until attention's kernels, which take all of a GPU, leave room.
+    Messages on a stream of normal priority would wait until attention's kernels, which take all of a GPU, leave room. NCCL's
+    group keeps the object, in which torch writes its name and ranks: two groups must not share one.
     """
     if device.type != "cuda":
         return None
@@ -260,13 +261,15 @@ def _exchange_options(device: torch.device, timeout: timedelta) -> Any:
     return options
 
 
-def _my_group(rows: torch.Tensor, timeout: timedelta, options: Any = None) -> dist.ProcessGroup | None:
+def _my_group(rows: torch.Tensor, timeout: timedelta, exchanging: torch.device | None = None) -> dist.ProcessGroup | None:
     """Makes a group of the ranks in each of `rows` [groups, ranks], and returns the one that this rank is in, if any.
 
-    All ranks must call it with the same rows: every rank makes every group, in the same order.
+    All ranks must call it with the same rows: every rank makes every group, in the same order. `exchanging` is the device of
+    an exchange; None for other groups.
     """
     mine = None
     for members in rows.tolist():
+        options = None if exchanging is None else exchange_options(exchanging, timeout)
         group = dist.new_group(members, timeout=timeout, pg_options=options)
         if dist.get_rank() in members:
             mine = group

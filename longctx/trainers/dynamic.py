@@ -18,6 +18,7 @@ from longctx.model.huggingface_spec import spec_of, spec_of_seq2seq
 from longctx.model.lora import with_adapters
 from longctx.model.vision import is_vision, weights_of_images, with_tower
 from longctx.parallel.environment import processes_per_node
+from longctx.parallel.mesh import exchange_options
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
@@ -107,9 +108,10 @@ def _groups(args: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | No
     """Returns a group of all ranks for rings, and one for ids, which a thread exchanges between CPUs. Collective."""
     if args.world_size == 1:
         return None, None
-    rings = dist.new_group(timeout=args.ddp_timeout_delta)
+    timeout = args.ddp_timeout_delta
+    rings = dist.new_group(timeout=timeout, pg_options=exchange_options(args.device, timeout))
     warm_up(rings, args.device)
-    return rings, dist.new_group(backend="gloo", timeout=args.ddp_timeout_delta)
+    return rings, dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def _summary(c: Comparison) -> str:
         words = f"auto over fixed static: degree {degree_of(fixed)} for all steps, documents packed as they come"
         boxes.append((times(auto.speedup_over_fixed), words))
     if auto.speedup_over_best_static:
-        words = f"auto over the best static degree of every step (degree {degree_of(static)}), an oracle that no trainer has"
+        words = f"auto over the best static degree of every step (degree {degree_of(static)}), as context.mode static"
         boxes.append((times(auto.speedup_over_best_static), words))
     left = (auto.makespan_s or 0) / (auto.tight_bound_s or 1) - 1
     boxes.append((f"{left:.1%}", "above the lower bound on step time of any plan: the most that is left to gain"))
@@ -149,9 +149,9 @@ your own machine before you trust seconds; ratios are less sensitive.</p>
 the smallest power of two that divides the ranks and holds the longest document of the data set (of a mix: of the steps shown),
 or all ranks where no power of two does. Documents are packed next-fit in the order in which they are drawn, and the last packs
 are split until every group has one in every micro-batch, like dp_balanced, the baseline of the dynamic context parallelism
-benchmark of Megatron. <b>Best static</b>: the best of all degrees, not only of powers of two, searched for every step: an
-oracle that no trainer has. Documents are packed best-fit by tokens, or emptiest group first where that is faster; groups with
-most work run first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses
-degree, ranks and micro-batch of every document; it also scores static and bins plans, and so is never worse than these.</p>
+benchmark of Megatron. <b>Best static</b>: the best of all degrees, not only of powers of two, searched for every step, as
+<code>context.mode: static</code> does. Documents are packed best-fit by tokens, or emptiest group first where that is faster;
+groups with most work run first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner
+chooses degree, ranks and micro-batch of every document; it also scores static and bins plans, and so is never worse.</p>
 <details><summary>Constants of the hardware profile {escape(c.profile_name)}</summary>
 {facts(c.profile.to_dict())}</details>"""

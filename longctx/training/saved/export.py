@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from longctx import tokenizer_files
@@ -34,7 +35,7 @@ from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
 
-ROPE = "rope_parameters"
+ROPE, LIMIT = "rope_parameters", "max_position_embeddings"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -44,7 +45,7 @@ class ExportError(UserError):
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: folder, step, class of transformers, and size."""
+    """Result of an export: folder, step, class of transformers, size, and what it says of the length of documents."""
 
     folder: Path
     step: int
@@ -52,13 +53,14 @@ class Exported:
     bytes: int
     files: int
     has_tokenizer: bool
+    length: str = ""
 
     @property
     def said(self) -> str:
         count = "1 file" if self.files == 1 else f"{self.files} files"
         tokenizer = "" if self.has_tokenizer else ", without a tokenizer (the run folder has none)"
         size = f"{self.bytes / 1e9:,.3f} GB in {count}"
-        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}"
+        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}{self.length}"
 
 
 def check_place(out: Path, overwrite: bool) -> None:
@@ -103,20 +105,21 @@ def export(
             if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
                 raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
             size = _write_adapters(partial, model, saved, kept)
+            length = _with_length(partial, model.files.config, _longest(chosen), adapters=True)
             _replace(out, partial)
-            return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out))
+            return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out), length)
         writer = CheckpointWriter(partial, _to_write(model, saved, source, dtype), max_shard_bytes)
         _refuse_full(partial, writer.total)
         with returned_when_freed():
             for group in model.groups():
                 writer.write(model.to_checkpoint(_read(model, saved, group)))
         writer.close()
-        architecture = _write_beside(partial, model, source, chosen, kept, dtype)
+        architecture, length = _write_beside(partial, model, source, chosen, kept, dtype)
         _replace(out, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out))
+    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out), length)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -236,25 +239,52 @@ def _refuse_full(folder: Path, size: int) -> None:
 
 def _write_beside(
     folder: Path, model: Model, source: CheckpointFiles | None, saved: Checkpoint, kept: Path, dtype: torch.dtype | None
-) -> str:
-    """Writes config, generation config, tokenizer and chat template. Returns the transformers class of the model."""
+) -> tuple[str, str]:
+    """Writes config, generation config, tokenizer and chat template. Returns the class and what `_with_length` says."""
     tokenizer_files.copy(beside_weights(kept), kept, folder)
     changed: dict[str, Any] = {}
     if source is None:
         assert isinstance(model, Decoder)
-        longest = int(saved.state["data"]["max_length"])
-        family, config = expressed(model.shape, longest, _end_of_document(kept))
+        family, config = expressed(model.shape, _longest(saved), _end_of_document(kept))
         architecture = family.architecture
         changed["dtype"] = "float32"
         config.save_pretrained(folder)
     else:
         config, architecture = source.config, model.architecture
+    length = _with_length(folder, config, _longest(saved))
     changed["architectures"] = [architecture]
     if dtype is not None:
         changed["dtype"] = str(dtype).removeprefix("torch.")
     _change(folder / "config.json", changed)
     _write_generation(folder, kept, config, model.spec.vocab_size or 0)
-    return architecture
+    return architecture, length
+
+
+def _longest(saved: Checkpoint) -> int:
+    """Returns the tokens of the longest document that was trained, of all stores."""
+    data = saved.state["data"]
+    return int(np.max(data.get("longest", data["max_length"])))
+
+
+def _with_length(folder: Path, config: Any, longest: int, *, adapters: bool = False) -> str:
+    """Raises the lengths at which engines cut, in config and tokenizer, to the `longest` document. Returns what is said.
+
+    RoPE whose frequencies depend on the length in the config (dynamic, longrope) has trained nothing longer. `adapters` have no
+    config of their own.
+    """
+    text, said = config.get_text_config(), ""
+    limit = getattr(text, LIMIT, None) or longest
+    if longest > limit and adapters:
+        said = f"; the base ends at {limit:,} tokens ({LIMIT}), documents had up to {longest:,}: --merge writes {longest:,}"
+    elif longest > limit:
+        setattr(text, LIMIT, longest)
+        config.save_pretrained(folder)
+        said = f"; {LIMIT} {limit:,} → {longest:,}, the longest document trained"
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.is_file() and json.loads(tokenizer.read_text("utf-8")).get("model_max_length", longest) < longest:
+        _change(tokenizer, {"model_max_length": longest})
+        said += f"; model_max_length of the tokenizer → {longest:,}"
+    return said
 
 
 def _write_generation(folder: Path, kept: Path, config: Any, vocabulary: int) -> None:
