@@ -68,8 +68,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LAYERS = 4
 PIPELINES = {"none": (1, 1), "1f1b": (2, 1), "interleaved": (2, 2), "three stages": (3, 1)}
 """Ranks, and stages on every rank."""
-TOKENS_PER_RANK = {1: 96, 2: 64, 3: 48}
-BINS = {1: {90: 1}, 2: {45: 1, 90: 2}, 3: {30: 1, 60: 2, 90: 3}}
+TOKENS_PER_RANK = {1: 96, 2: 64, 3: 48, 4: 40}
+BINS = {1: {90: 1}, 2: {45: 1, 90: 2}, 3: {30: 1, 60: 2, 90: 3}, 4: {30: 1, 60: 2, 90: 4}}
 ULYSSES = "Ulysses, keys kept"
 MORE = {
     "nothing": [],
@@ -131,8 +131,7 @@ class Case:
         split = self.tensor * PIPELINES[self.pipeline][0] * self.expert > 1
         native = split or self.more == "native"
         return (
-            self.world <= 4
-            and (not native or (self.model in NATIVE and self.adapters == "none"))
+            (not native or (self.model in NATIVE and self.adapters == "none"))
             and (self.adapters == "none" or self.model in ("llama", "mixtral"))
             and (self.expert == 1 or (self.model in WITH_EXPERTS and self.domain % self.expert == 0))
             and (
@@ -179,6 +178,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "more": tuple(MORE),
     "resumed": ("no", "here", "alone"),
 }
+WIDE = OPTIONS | {"domain": (2, 1, 3, 4), "expert": (1, 2, 4)}
+"""For more than four ranks."""
 UNRELATED = {
     *itertools.product(("data",), ("recompute", "reshard_after", "more", "expert", "resumed")),
     *itertools.product(("model",), ("reshard_after", "mode", "recompute", "resumed", "more")),
@@ -199,15 +200,15 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 @cache
-def covering(tries: int = 25) -> tuple[Case, ...]:
-    """Cases that together have every pair of options that a valid case has; always the same ones."""
-    names, random = list(OPTIONS), Random(0)
-    every = (((a, x), (b, y)) for a, b in RELATED for x in OPTIONS[a] for y in OPTIONS[b])
+def covering(ranks: int = 4, tries: int = 25) -> tuple[Case, ...]:
+    """Cases that together have every pair of options that a valid case of so many ranks has; always the same ones."""
+    options, random = OPTIONS if ranks <= 4 else WIDE, Random(0)
+    every = (((a, x), (b, y)) for a, b in RELATED for x in options[a] for y in options[b])
     left, cases = {frozenset(pair): None for pair in every}, list[Case]()
     while left:
         wanted = next(iter(left))
-        drawn = (Case(**{**{n: random.choice(OPTIONS[n]) for n in names}, **dict(wanted)}) for _ in range(40 * tries))
-        found = list(itertools.islice((case for case in drawn if case.valid), tries))
+        drawn = (Case(**{n: random.choice(options[n]) for n in options} | dict(wanted)) for _ in range(40 * tries))
+        found = list(itertools.islice((case for case in drawn if case.world <= ranks and case.valid), tries))
         left.pop(wanted)
         if found:
             cases.append(max(found, key=lambda case: len(pairs_of(case) & left.keys()) / case.cost**0.5))
@@ -420,8 +421,11 @@ def _whole(value: Any, weight: Any) -> torch.Tensor:
 # --- the comparison
 
 
-def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Compares every rank with the reference. The error tells what to run, and what differs most."""
+def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]) -> list[float]:
+    """Compares every rank with the reference. The error tells what to run, and what differs most.
+
+    Returns the largest errors of losses, norms, gradients and weights.
+    """
     first, kind = ours[0], MODELS[case.model][0]
     if first["native"]:
         expected = expected | {name: as_saved(kind, expected[name]) for name in ("before", "gradients", "after")}
@@ -433,6 +437,10 @@ def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]
     if problems:
         run = f"pytest tests/test_parity.py -k '{case}'"
         raise AssertionError("\n".join([f"differs from one plain process: {run}", *problems[:8]]))
+    numbers = (zip(first[name], expected[name], strict=True) for name in ("losses", "norms"))
+    parts = ((what, first[what], expected[what]) for what in ("gradients", "after"))
+    tensors = ([_error(what, name, one[name], other[name], expected) for name in one] for what, one, other in parts)
+    return [max(abs(one / other - 1) for one, other in steps) for steps in numbers] + list(map(max, tensors))
 
 
 def _problems(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> Iterable[str]:

@@ -333,7 +333,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     for name in linked:
         assert list((tmp_path / "repository").glob(f"{name}*")), f"the site lacks {name}"
     assert "repository/examples/quickstart.yaml" in (tmp_path / "configuration" / "index.html").read_text("utf-8")
-    assert "repository/bench/results/splits.md.txt" in (tmp_path / "evidence" / "exact" / "index.html").read_text("utf-8")
+    assert "repository/bench/results/parity.csv" in (tmp_path / "evidence" / "exact" / "index.html").read_text("utf-8")
 
 
 FOREIGN = re.compile(r"pip install ['\"]?longctx\b|\blongctx\[|longctx/longctx|git clone …")

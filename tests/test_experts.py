@@ -246,7 +246,7 @@ SPLITS = [
     (4, ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]),
     (4, IN_STAGES),
 ]
-"""What `test_every_expert_split` lacks."""
+"""With losses and statistics of balance, which plain transformers lack."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is special about pipelines: messages, buffers, checkpoints, failures. `test_every_split` compares their losses."""
+"""What is special about pipelines: messages, buffers, checkpoints, failures. `tests.parity` compares their losses."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What is special about tensor parallelism: sizes, vocabulary, checkpoints. `test_every_split` compares losses of splits."""
+"""What is special about tensor parallelism: sizes, vocabulary, checkpoints. `tests.parity` compares losses of splits."""
 
 import json
 import shutil
