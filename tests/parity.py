@@ -68,7 +68,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LAYERS = 4
 PIPELINES = {"none": (1, 1), "1f1b": (2, 1), "interleaved": (2, 2), "three stages": (3, 1)}
 """Ranks, and stages on every rank."""
-TOKENS_PER_RANK = {1: 96, 2: 64, 3: 48, 4: 40}
+TOKENS_PER_RANK = {1: 96, 2: 64, 3: 48, 4: 48}
 BINS = {1: {90: 1}, 2: {45: 1, 90: 2}, 3: {30: 1, 60: 2, 90: 3}, 4: {30: 1, 60: 2, 90: 4}}
 ULYSSES = "Ulysses, keys kept"
 MORE = {
@@ -134,6 +134,7 @@ class Case:
             (not native or (self.model in NATIVE and self.adapters == "none"))
             and (self.adapters == "none" or self.model in ("llama", "mixtral"))
             and (self.expert == 1 or (self.model in WITH_EXPERTS and self.domain % self.expert == 0))
+            and self.expert * self.tensor <= 4  # as many experts
             and (
                 self.more != "Ulysses, keys kept"
                 or (self.tensor == 1 and self.model not in ("gpt_oss", "gemma2", "deepseek_v3"))
