@@ -1,5 +1,6 @@
 """Contexts: what each token may have seen in forward, as sequences that the reference runs one after the other."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -47,23 +48,20 @@ SHARD = "ranks see only their own part of a document"
 SHARD_RESTARTED = "ranks see only their own part of a document, with positions that begin anew"
 RANK_ROW = "a rank's tokens see each other, whatever their document, and none of other ranks"
 LOCAL_POSITIONS = "positions begin anew on every rank"
+GIVEN = "positions are wrong"
 
 
 def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
     """Returns the contexts of a step, no two of them alike; the first one is right."""
-    calls = [tokens.numbers(row) for call in record.calls for row in call.rows]
+    calls = [tokens.numbers(call.ids) for call in record.calls]
     rows = [tokens.numbers(row) for row in record.rows]
-    seen = {number for row in calls for number in row if number >= 0}
-    documents = [
-        [number for number in range(len(tokens)) if tokens.document[number] == document]
-        for document in sorted({tokens.document[number] for number in seen})
-    ]
-    split = _is_split(record, tokens)
+    documents = [[*tokens.of(document)] for document in sorted({tokens.document[n] for row in calls for n in row if n >= 0})]
+    split, place = _is_split(record, tokens), tokens.place
     cut, shard, mixed = (SHARD_RESTARTED, SHARD, RANK_ROW) if split else (CUT, CUT, ROW)
     pieces = [piece for row in calls for piece in pieces_of(row, tokens)]
     alone = [row for row in calls if -1 in row and len({tokens.document[number] for number in row if number >= 0}) == 1]
-    alone += [document for document in documents if document not in ([n for n in row if n >= 0] for row in alone)]
-    place = tokens.place
+    alone += [document for document in documents if document not in (_real(row) for row in alone)]
+    given = {n: at for call, row in zip(record.calls, calls, strict=True) for n, at in zip(row, call.positions, strict=False)}
     made = [
         Context(APART, _sequences(documents, lambda row: [place[n] for n in row])),
         Context(APART, _sequences(alone, lambda row: range(len(row)), "no padding")),
@@ -80,7 +78,9 @@ def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
     if any(row and row[0] < 0 for row in rows):
         made.append(Context(PADDED, _sequences(rows, lambda row: range(len(row)))))
     if split:
-        made.append(Context(LOCAL_POSITIONS, tuple(_local_positions(documents, calls))))
+        here = {number: position for row in calls for position, number in enumerate(row)}
+        made.append(Context(LOCAL_POSITIONS, _sequences(documents, lambda row: [here.get(n, place[n]) for n in row])))
+    made.append(Context(GIVEN, _sequences(documents, lambda row: [given.get(n, place[n]) for n in row])))
     if windows:
         made.append(Context(WIDE, _sequences(documents, lambda row: range(len(row)), "no window")))
     found: dict[tuple[Sequence, ...], Context] = {}
@@ -91,14 +91,13 @@ def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
 
 def _is_split(record: Record, tokens: Tokens) -> bool:
     """Returns whether ranks hold parts of a document that batches, or else calls of one number, have whole."""
-    if record.batched and {tuple(row) for call in record.calls for row in call.rows} <= set(map(tuple, record.rows)):
+    if record.batched and {tuple(call.ids) for call in record.calls} <= set(map(tuple, record.rows)):
         return False
-    together: dict[object, set[tuple[int, int]]] = {}
+    together = defaultdict[object, set[tuple[int, int]]](set)
     for call in record.calls:
-        for row in call.rows:
-            for number in tokens.numbers(row):
-                if number >= 0:
-                    together.setdefault((call.number, tokens.document[number]), set()).add((number, call.rank))
+        for number in tokens.numbers(call.ids):
+            if number >= 0:
+                together[call.number, tokens.document[number]].add((number, call.rank))
     parts = [held for held in together.values() if len({rank for _, rank in held}) > 1]
     return any(len({number for number, _ in held}) == len(held) for held in parts)
 
@@ -132,10 +131,3 @@ def _run_on(documents: list[list[int]], rows: list[list[int]]) -> Iterator[Seque
         first = at.get(document[0], 0)
         together = [at.get(number) for number in document] == list(range(first, first + len(document)))
         yield Sequence(tuple(document), tuple(range(first, first + len(document)) if together else range(len(document))))
-
-
-def _local_positions(documents: list[list[int]], calls: list[list[int]]) -> Iterator[Sequence]:
-    at = {number: position for row in calls for position, number in enumerate(row)}
-    for document in documents:
-        if all(number in at for number in document):
-            yield Sequence(tuple(document), tuple(at[number] for number in document))

@@ -1,22 +1,24 @@
-"""Fit: the context and the weight of every prediction that explain a step's gradient."""
+"""Fit: which token predicts what, with which weight and in which context, so that a step's gradient follows."""
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional as F
 
 from longctx.check.contexts import APART, Context, Sequence
-from longctx.check.probe import Tokens
+from longctx.check.probe import END, Tokens
 from longctx.check.record import Record, Tensors
 from longctx.check.reference import Columns, Reference, Target
 
-EXACT = 1e-4
-"""Largest residual of a true context, relative to the gradient: float32 leaves about 1e-6, a wrong context 1e-2 and more."""
-OTHERS = -2
-"""Stands for all documents that have no context of their own in a mix."""
+EXACT, NEAR = 1e-4, 2e-2
+"""Largest residual relative to the gradient: of a true context, where float32 leaves about 1e-6, a wrong one 1e-2 and more; and
+where hidden states are unknown."""
+SAME_STATE = 1e-3
+"""Largest relative difference of two hidden states that are the same."""
 Prediction = tuple[int, int]
-"""Number of a token (-1: padding), and the id that it predicts."""
+"""Number of a token (-1: padding, or what no context has), and the id that it predicts."""
 
 
 @dataclass
@@ -34,11 +36,12 @@ class Fit:
     """What explains a gradient.
 
     Attributes:
-        contexts: the context of every document; of padding under -1.
+        contexts: the context of every document.
         weights: by prediction.
         residual: norm of what is left of the gradient, relative to it.
         loss, gradients: what the loss and all parameters' gradients must then be.
-        whole: whether that is all of them; False: predictions from padding are missing.
+        whole: whether that is all of them; False: some predictions are those of unknown hidden states.
+        unknown: tokens whose hidden states no context has.
     """
 
     contexts: dict[int, Context]
@@ -47,184 +50,197 @@ class Fit:
     loss: float
     gradients: Tensors
     whole: bool = True
+    unknown: list[int] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
-        return self.residual <= EXACT
+        return self.residual <= (NEAR if self.unknown else EXACT)
 
 
 class Fitter:
-    """Explains one gradient by contexts."""
+    """Explains one gradient."""
 
-    def __init__(self, record: Record, tokens: Tokens, reference: Reference, gradients: Tensors) -> None:
+    def __init__(self, record: Record, tokens: Tokens, reference: Reference) -> None:
         self.tokens, self.reference = tokens, reference
-        self.gradient = reference.of(gradients)
-        self.following = self._following(record)
-        self._made: dict[tuple[str, bool], tuple[list[Term], Columns]] = {}
+        self.gradient = reference.of(record.gradients)
+        self.documents = range(len(tokens.probe.lengths))
+        self.following = defaultdict[int, dict[int, None]](dict)  # ids after each token, in its document or in a row
+        for document in self.documents:
+            for number in tokens.of(document)[:-1]:
+                self.following[number][tokens.ids[number + 1]] = None
+        for row in [*record.rows, *(call.ids for call in record.calls)]:
+            for number, after in zip(tokens.numbers(row), row[1:], strict=False):
+                self.following[number][after] = None
+        self._made: dict[tuple[Sequence, ...], tuple[list[Term], Columns]] = {}
 
     def fit(self, candidates: list[Context]) -> Fit:
-        """Returns the first context that is exact; else the best with other predictions, or a mix, one for each document."""
-        tried: list[tuple[float, int]] = []
-        for number, context in enumerate(candidates):
-            residual, _ = self._solve({OTHERS: context})
-            tried.append((residual, number))
-            if residual <= EXACT:
-                return self._outcome({OTHERS: context})
-        best = [candidates[number] for _, number in sorted(tried)[:4]]
-        for context in dict.fromkeys((candidates[0], best[0])):
-            if (found := self._from_padding(context)) is not None:
-                return found
-            if self._solve({OTHERS: context}, more=True)[0] <= EXACT:
-                return self._outcome({OTHERS: context}, more=True)
-        return self._outcome(self._mixed(list(dict.fromkeys((candidates[0], *best))), best[0]))
+        """Returns the first context that is exact for all documents; else what the gradient tells; else the nearest context."""
+        tried = [(self._solve(candidates[0])[0], candidates[0])]
+        for context in candidates[1:]:
+            if tried[-1][0] <= EXACT:
+                break
+            tried.append((self._solve(context)[0], context))
+        residual, best = min(tried, key=lambda each: each[0])
+        if residual > EXACT and (inverted := self._inverted(candidates, best)) is not None and inverted.exact:
+            return inverted
+        terms, weights = self._terms(best)[0], self._solve(best)[1]
+        parts = weights.split([len(term.predictions) for term in terms])
+        found = defaultdict[Prediction, float](float)
+        for term, part in zip(terms, parts, strict=True):
+            for prediction, weight in zip(term.predictions, part.tolist(), strict=True):
+                found[prediction] += weight
+        # Padding is alike in many places, so that the weight of each is in doubt.
+        of_padding = max((abs(weight) for (number, _), weight in found.items() if number < 0), default=0.0)
+        whole = of_padding < 1e-3 * max(map(abs, found.values()))
+        outcome = self.reference.gradients([(term, part) for term, part in zip(terms, parts, strict=True)])
+        return Fit(dict.fromkeys(self.documents, best), dict(found), residual, *outcome, whole)
 
     def alike(self, fit: Fit, candidates: list[Context]) -> list[str]:
         """Returns the names of other contexts that are exact, too, if the one of `fit` is a fault."""
         names = {context.name for context in fit.contexts.values()}
-        if not fit.exact or APART in names:
+        if not fit.exact or APART in names or fit.unknown:
             return []
-        exact = (context.name for context in candidates if self._solve({OTHERS: context})[0] <= EXACT)
+        exact = (context.name for context in candidates if self._solve(context)[0] <= EXACT)
         return list(dict.fromkeys(name for name in exact if name not in names))
 
-    def _from_padding(self, context: Context) -> Fit | None:
-        """Returns a fit in which padding, of unknown hidden states, predicts first tokens of documents; None if it is none.
+    def _solve(self, context: Context) -> tuple[float, torch.Tensor]:
+        """Returns the relative residual, and the weights of all predictions."""
+        left, weights = _least_squares(self._terms(context)[1], self.gradient)
+        return float(left.norm() / self.gradient.norm().clamp_min(1e-300)), weights
 
-        Such a prediction of y with weight w adds w · (softmax(W h) - e(y)) hᵀ: row y gives h, if w is that of all others.
-        """
-        if self.reference.output is None:
-            return None
-        matrix = self.reference.named[self.reference.output].detach()
-        columns, firsts = self._columns({OTHERS: context}), [ids[0] for ids in self.tokens.probe.documents]
-        others = torch.ones(len(matrix), dtype=torch.bool)
-        others[firsts] = False
-        _, weights = _solved(Columns(columns.left[:, others], columns.right), self.gradient[others])
-        of_row = (self.gradient - columns.sum(weights)).norm(dim=1)
-        predicted = [first for first in firsts if of_row[first] > 0.1 * of_row.max()]
-        hidden, own = torch.zeros(len(predicted), matrix.shape[1], dtype=torch.float64), range(len(predicted))
-        added = torch.zeros_like(self.gradient)
-        for _ in range(12):
-            weight, slope = weights.median(), torch.softmax(hidden @ matrix.T, -1)
-            slope[own, predicted] -= 1
-            off = (self.gradient - columns.sum(weights) - added)[predicted]
-            hidden = hidden + off / (weight * slope[own, predicted])[:, None]
-            slope = torch.softmax(hidden @ matrix.T, -1)
-            slope[own, predicted] -= 1
-            added = weight * slope.T @ hidden
-            residual, weights = self._solve({OTHERS: context}, without=added)
-            if residual <= EXACT:
-                found = self._outcome({OTHERS: context}, without=added)
-                return replace(found, weights=found.weights | {(-1, first): float(weight) for first in predicted}, whole=False)
-        return None
-
-    def _mixed(self, candidates: list[Context], best: Context) -> dict[int, Context]:
-        """Returns a context for each document, changed one at a time while the residual falls."""
-        documents = sorted({self.tokens.document[n] for n in range(len(self.tokens))})
-        chosen = {OTHERS: best} | dict.fromkeys(documents, best)
-        least = self._solve(chosen)[0]
-        for _ in range(2):
-            before = least
-            for document in documents:
-                for context in candidates:
-                    residual = self._solve(chosen | {document: context})[0]
-                    if residual < 0.9 * least:
-                        least, chosen = residual, chosen | {document: context}
-            if least > 0.9 * before or least <= EXACT:
-                break
-        return chosen
-
-    def _following(self, record: Record) -> dict[int, set[int]]:
-        """Returns the ids that follow each token in its document, or in a row: what it might have been made to predict."""
-        found = defaultdict[int, set[int]](set)
-        for number in range(len(self.tokens)):
-            if (after := self.tokens.next(number)) is not None:
-                found[number].add(self.tokens.ids[after])
-        for row in [*record.rows, *(row for call in record.calls for row in call.rows)]:
-            for number, after in zip(self.tokens.numbers(row), row[1:], strict=False):
-                if number >= 0:
-                    found[number].add(after)
-        return found
-
-    def _targets(self, number: int, more: bool) -> list[int]:
-        targets = sorted(self.following[number])
-        if more:
-            after = self.tokens.next(number)
-            second = None if after is None else self.tokens.next(after)
-            targets += [self.tokens.ids[each] for each in (number, second) if each is not None]
-        return list(dict.fromkeys(targets))
-
-    def _terms(self, context: Context, more: bool) -> tuple[list[Term], Columns]:
-        key = context.name + str(hash(context.sequences)), more
-        if key not in self._made:
-            terms = [term for sequence in context.sequences if (term := self._term(sequence, more)).predictions]
+    def _terms(self, context: Context) -> tuple[list[Term], Columns]:
+        """Returns the predictions of all that follows a token somewhere, and their columns."""
+        if context.sequences not in self._made:
+            terms = [self._term(sequence, lambda number: [*self.following[number]]) for sequence in context.sequences]
+            terms = [term for term in terms if term.predictions]
             columns = [self.reference.columns(term.sequence, term.ids, term.targets) for term in terms]
-            self._made[key] = terms, Columns.joined(columns)
-        return self._made[key]
+            self._made[context.sequences] = terms, Columns(*map(torch.cat, zip(*columns, strict=True)))
+        return self._made[context.sequences]
 
-    def _term(self, sequence: Sequence, more: bool) -> Term:
-        pad = self.tokens.probe.pad
-        ids = [self.tokens.ids[number] if number >= 0 else pad for number in sequence.numbers]
-        each = [
-            self._targets(number, more) if number >= 0 else [after]
-            for number, after in zip(sequence.numbers, [*ids[1:], pad], strict=True)
-        ]
-        targets: list[list[Target]] = [
-            [options[turn] if turn < len(options) else None for options in each] for turn in range(max(map(len, each)))
-        ]
-        predictions = [
-            (number, target)
-            for turn in targets
-            for number, target in zip(sequence.numbers, turn, strict=True)
-            if target is not None
-        ]
-        return Term(sequence, ids, targets, predictions)
+    def _ids(self, sequence: Sequence) -> list[int]:
+        return [self.tokens.ids[number] if number >= 0 else self.tokens.probe.pad for number in sequence.numbers]
 
-    def _chosen(self, contexts: dict[int, Context], more: bool) -> Iterator[tuple[list[Term], torch.Tensor, Columns]]:
-        """Yields terms of each context with the columns of its documents. Under OTHERS stands the context of all others."""
-        of_others = contexts[OTHERS]
-        for context in {id(context): context for context in contexts.values()}.values():
-            terms, columns = self._terms(context, more)
-            document = [-1 if n < 0 else self.tokens.document[n] for term in terms for n, _ in term.predictions]
-            used = torch.tensor([contexts.get(each, of_others) is context for each in document], dtype=torch.bool)
-            yield terms, used, columns
+    def _term(self, sequence: Sequence, targets_of: Callable[[int], list[int]]) -> Term:
+        ids = self._ids(sequence)
+        after = zip(sequence.numbers, [*ids[1:], self.tokens.probe.pad], strict=True)
+        each = [targets_of(number) if number >= 0 else [following] for number, following in after]
+        turns = range(max(map(len, each)))
+        targets: list[list[Target]] = [[options[turn] if turn < len(options) else None for options in each] for turn in turns]
+        pairs = ((number, target) for turn in targets for number, target in zip(sequence.numbers, turn, strict=True))
+        return Term(sequence, ids, targets, [(number, target) for number, target in pairs if target is not None])
 
-    def _columns(self, contexts: dict[int, Context], more: bool = False) -> Columns:
-        return Columns.joined([columns[used] for _, used, columns in self._chosen(contexts, more)])
+    # --- what the gradient tells without a context for all documents
 
-    def _solve(
-        self, contexts: dict[int, Context], more: bool = False, without: torch.Tensor | None = None
-    ) -> tuple[float, torch.Tensor]:
-        """Returns the relative residual, and the weights of all used columns, of the gradient `without` a part of it."""
-        columns = self._columns(contexts, more)
-        left, weights = _solved(columns, self.gradient if without is None else self.gradient - without)
-        return left / float(self.gradient.norm().clamp_min(1e-300)), weights
+    def _inverted(self, candidates: list[Context], best: Context) -> Fit | None:
+        """Returns weight and context of every prediction by its own row of the gradient; None without an output matrix.
 
-    def _outcome(self, contexts: dict[int, Context], more: bool = False, without: torch.Tensor | None = None) -> Fit:
-        residual, weights = self._solve(contexts, more, without)
-        found, terms, at = defaultdict[Prediction, float](float), [], 0
-        for of_context, used, _ in self._chosen(contexts, more):
-            spread = torch.zeros(len(used), dtype=torch.float64)
-            spread[used] = weights[at : at + int(used.sum())]
-            at += int(used.sum())
-            start = 0
-            for term in of_context:
-                own = spread[start : start + len(term.predictions)]
-                start += len(own)
-                if own.any():
-                    terms.append((term.sequence, term.ids, term.targets, own))
-                for prediction, weight in zip(term.predictions, own.tolist(), strict=True):
-                    found[prediction] += weight
-        given = {document: context for document, context in contexts.items() if document != OTHERS}
-        every = {document: given.get(document, contexts[OTHERS]) for document in range(len(self.tokens.probe.lengths))}
-        of_padding = [abs(weight) for (number, _), weight in found.items() if number < 0]
-        # Padding is alike in many places, so that the weight of each is in doubt.
-        whole = max(of_padding, default=0.0) < 1e-3 * max(map(abs, found.values()))
-        return Fit(every, dict(found), residual, *self.reference.gradients(terms), whole)
+        Row y is w · (softmax(W h) - 1)[y] · h, but for small parts of others, if one token alone predicts y. All h have the
+        length that the last norm gives them, so that w and h follow, whatever forward was; contexts tell whose h it is.
+        """
+        matrix, size = self.reference.matrix, float(self._terms(best)[1].right.norm(dim=1).median())
+        if matrix is None:
+            return None
+        shared = {END, self.tokens.probe.pad}
+        ids = torch.tensor([token for token in dict.fromkeys(self.tokens.ids) if token not in shared])
+        states = [self._states(context) for context in candidates]
+        chosen = dict.fromkeys(self.documents, best)
+        for tolerance in (10 * SAME_STATE, SAME_STATE):  # then the ends of documents have the contexts of their documents
+            known, columns = self._shared(candidates, chosen, shared)
+            h, weights, left, of_known = _read(self.gradient, matrix, ids, size, columns)
+            pairs, unknown = self._matched(ids.tolist(), h, weights, states, tolerance)
+            chosen = {document: self._context_of(document, pairs, candidates) for document in self.documents}
+        left[list(shared)] = 0
+        residual = float(left.norm() / self.gradient.norm())
+        pairs |= dict(zip(known, of_known.tolist(), strict=True))
+        found = defaultdict[Prediction, float](float)
+        for (number, target), weight in [*((each[1:], weight) for each, weight in pairs.items()), *unknown.items()]:
+            found[number, target] += weight
+        outcome = self.reference.gradients(list(self._of_pairs(candidates, pairs)))
+        lost = [number for number, _ in unknown if number >= 0]
+        return Fit(chosen, dict(found), residual, *outcome, whole=not unknown, unknown=lost)
+
+    def _states(self, context: Context) -> tuple[list[int], torch.Tensor]:
+        """Returns the numbers of a context's tokens and their hidden states [tokens, H]."""
+        numbers = [number for sequence in context.sequences for number in sequence.numbers]
+        return numbers, torch.cat([self.reference.states(each, self._ids(each)) for each in context.sequences])
+
+    def _shared(
+        self, candidates: list[Context], chosen: dict[int, Context], shared: set[int]
+    ) -> tuple[list[tuple[int, int, int]], Columns]:
+        """Returns predictions of ids that many tokens predict: number of the context, token, id; and their columns."""
+        keys, parts = list[tuple[int, int, int]](), list[Columns]()
+        for at, context in enumerate(candidates):
+            terms, columns = self._terms(context)
+            predictions = [prediction for term in terms for prediction in term.predictions]
+            used = [
+                place
+                for place, (number, target) in enumerate(predictions)
+                if target in shared and number >= 0 and chosen[self.tokens.document[number]] is context
+            ]
+            keys += [(at, *predictions[place]) for place in used]
+            parts.append(Columns(columns.left[used], columns.right[used]))
+        return keys, Columns(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _matched(
+        self, ids: list[int], h: torch.Tensor, weights: torch.Tensor, states: list[tuple[list[int], torch.Tensor]], near: float
+    ) -> tuple[dict[tuple[int, int, int], float], dict[Prediction, float]]:
+        """Returns weights by context, token and id: whose hidden state predicts an id; by token and id, where it is none's.
+
+        The token before the predicted one comes first, in its first context.
+        """
+        owners = [(at, number) for at, (numbers, _) in enumerate(states) for number in numbers]
+        owned = torch.cat([state for _, state in states])
+        alike = torch.cdist(F.normalize(h), F.normalize(owned)) < near
+        pairs, unknown = dict[tuple[int, int, int], float](), dict[Prediction, float]()
+        for at, (token, weight) in enumerate(zip(ids, weights.tolist(), strict=True)):
+            if weight > 1e-3 * float(weights.max()):
+                before = self.tokens.before(token)
+                if found := alike[at].nonzero()[:, 0].tolist():
+                    nearest = min(found, key=lambda n: (owners[n][1] != before, owners[n]))
+                    pairs[*owners[nearest], token] = weight * float(h[at].norm() / owned[nearest].norm())
+                else:
+                    unknown[before, token] = weight
+        return pairs, unknown
+
+    def _context_of(self, document: int, pairs: Iterable[tuple[int, int, int]], candidates: list[Context]) -> Context:
+        """Returns the wrong context that most tokens of a document have, or the right one."""
+        votes = Counter(at for at, number, _ in pairs if number >= 0 and self.tokens.document[number] == document)
+        return candidates[max((at for at in votes if candidates[at].name != APART), key=votes.__getitem__, default=0)]
+
+    def _of_pairs(
+        self, candidates: list[Context], pairs: dict[tuple[int, int, int], float]
+    ) -> Iterable[tuple[Term, torch.Tensor]]:
+        """Yields terms, and the weights of their predictions."""
+        for at, context in enumerate(candidates):
+            own = {(number, target): weight for (n, number, target), weight in pairs.items() if n == at}
+            for sequence in context.sequences:
+                term = self._term(sequence, lambda number, own=own: [y for n, y in own if n == number])  # type: ignore[misc]
+                given = [own.pop(each, 0.0) for each in term.predictions]
+                if any(given):
+                    yield term, torch.tensor(given, dtype=torch.float64)
 
 
-def _solved(columns: Columns, wanted: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Returns the norm of what is left of a gradient by least squares, and the weights of the columns."""
-    if not len(columns):
-        return float(wanted.norm()), torch.zeros(0, dtype=torch.float64)
+def _read(
+    gradient: torch.Tensor, matrix: torch.Tensor, ids: torch.Tensor, size: float, known: Columns
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns h [T, H] and weights [T] of predictions of `ids` [T], what is left [V, H], and weights of known columns."""
+    one, of_ids = torch.eye(len(ids)).double(), gradient.new_zeros(len(ids), len(matrix))
+    of_ids[range(len(ids)), ids] = 1
+    h, of_known = torch.zeros(len(ids), matrix.shape[1]).double(), torch.zeros(len(known.left)).double()
+    for _ in range(20):
+        p = torch.softmax(h @ matrix.T, -1)
+        weighted = -torch.linalg.solve(one - p[:, ids].T, (gradient - known.sum(of_known))[ids])
+        weights = weighted.norm(dim=1) / size
+        h = weighted / weights[:, None].clamp_min(1e-300)
+        left = gradient - (torch.softmax(h @ matrix.T, -1) - of_ids).T @ weighted
+        left, of_known = _least_squares(known, left)
+    return h, weights, left, of_known
+
+
+def _least_squares(columns: Columns, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what is left of a gradient, and the weights of the columns."""
+    if not len(columns.left):
+        return wanted, torch.zeros(0, dtype=torch.float64)
     gram, projected = columns.gram(), columns.project(wanted)
     scale = gram.diagonal().sqrt().clamp_min(1e-300)
     gram = gram / scale[:, None] / scale[None, :]
@@ -235,4 +251,4 @@ def _solved(columns: Columns, wanted: torch.Tensor) -> tuple[float, torch.Tensor
         weights = (vectors[:, kept] / values[kept]) @ (vectors[:, kept].T @ (projected / scale)) / scale
     else:
         weights = torch.cholesky_solve((projected / scale)[:, None], lower)[:, 0] / scale
-    return float((wanted - columns.sum(weights)).norm()), weights
+    return wanted - columns.sum(weights), weights

@@ -111,6 +111,16 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def of(self, document: int) -> range:
+        """Returns the numbers of a document's tokens."""
+        first = self.document.index(document)
+        return range(first, first + self.probe.lengths[document])
+
+    def before(self, token: int) -> int:
+        """Returns the number of the token before an id in its document; -1 before the first."""
+        number = self._number[token]
+        return number - 1 if self.place[number] else -1
+
     def next(self, number: int) -> int | None:
         """Returns the token after another of its document; None after the last."""
         after = number + 1

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Step:
         calls: token ids of every call of the model, in order: [rows, tokens] or [tokens].
         loss, grad_norm: as the trainer logged them; None if it did not.
         rows: token ids of batches before they were split over ranks; without, rows are those of calls.
+        positions: of every call, if it was given some, as the calls or [tokens].
     """
 
     reference: nn.Module
@@ -42,6 +44,7 @@ class Step:
     loss: float | None = None
     grad_norm: float | None = None
     rows: Sequence[torch.Tensor] = ()
+    positions: Sequence[torch.Tensor | None] = ()
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Recorder:
     model: Any
     reference: nn.Module
     calls: list[torch.Tensor] = field(default_factory=list)
+    positions: list[torch.Tensor | None] = field(default_factory=list)
 
     def step(
         self, loss: float | None = None, grad_norm: float | None = None, rows: Sequence[torch.Tensor] = (), model: Any = None
@@ -61,7 +65,7 @@ class Recorder:
         """
         named = (model or self.model).named_parameters()
         gradients = {plain_name(name): whole(weight.grad) for name, weight in named if weight.grad is not None}
-        return Step(self.reference, gradients, self.calls, loss, grad_norm, rows)
+        return Step(self.reference, gradients, self.calls, loss, grad_norm, rows, self.positions)
 
 
 @contextmanager
@@ -74,11 +78,18 @@ def record(model: Any) -> Iterator[Recorder]:
         if torch.is_grad_enabled():
             seen.calls.append(whole(ids).cpu())
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)
+    def place(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        positions = named.get("position_ids")
+        if torch.is_grad_enabled():
+            seen.positions.append(positions.cpu() if positions is not None and positions.dim() <= 2 else None)
+
+    hooks = [model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)]
+    hooks.append(model.register_forward_pre_hook(place, with_kwargs=True))
     try:
         yield seen
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def reference_of(model: Any) -> nn.Module:
@@ -137,11 +148,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Call:
-    """One call of the model: its rank, its number on it, and token ids by row."""
+    """One row of a call of the model: its rank, the call's number on it, token ids and, if they were given, positions."""
 
     rank: int
     number: int
-    rows: list[list[int]]
+    ids: list[int]
+    positions: list[int]
 
 
 @dataclass
@@ -151,50 +163,52 @@ class Record:
     Attributes:
         gradients: float64, mean of the ranks'.
         apart: names of parameters whose gradients differ between ranks, with the largest difference relative to the mean.
-        of_ranks: gradients of every rank.
-        calls: of all ranks.
+        calls: rows of all ranks.
         rows: token ids of batches before they were split, if `batched`, or of calls.
-        ranks: number of ranks.
-        losses, norms: as every rank logged them.
+        loss, norm: as a rank logged them.
     """
 
     reference: nn.Module
+    ranks: int
     gradients: Tensors
     apart: dict[str, float]
-    of_ranks: list[Tensors]
     calls: list[Call]
     rows: list[list[int]]
     batched: bool
-    losses: list[float | None]
-    norms: list[float | None]
-
-    @property
-    def ranks(self) -> int:
-        return len(self.of_ranks)
+    loss: float | None
+    norm: float | None
 
 
 def gather(step: Step) -> Record:
     """Returns the steps of all ranks as one. Collective if there is a process group."""
-    calls = [(call if call.dim() == 2 else call[None]).tolist() for call in step.calls]
-    rows = [row for batch in step.rows for row in (batch if batch.dim() == 2 else batch[None]).tolist()]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    places = step.positions if len(step.positions) == len(step.calls) else ()
+    calls = list[Call]()
+    for number, (call, positions) in enumerate(zip_longest(step.calls, places)):
+        given = repeat(list[int]()) if positions is None else _rows(positions.expand(call.shape))
+        calls += [Call(rank, number, ids, at) for ids, at in zip(_rows(call), given, strict=False)]
+    rows = [row for batch in step.rows for row in _rows(batch)]
     mine = ({name: value.double().cpu() for name, value in step.gradients.items()}, calls, rows, step.loss, step.grad_norm)
     everyones: list[Any] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyones = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
-    of_ranks, all_calls, all_rows, losses, norms = map(list, zip(*everyones, strict=True))
-    mean: Tensors = {}
+    of_ranks, all_calls, all_rows, losses, norms = zip(*everyones, strict=True)
+    mean, apart = dict[str, torch.Tensor](), dict[str, float]()
     for name in dict.fromkeys(name for gradients in of_ranks for name in gradients):
-        found = [gradients[name] for gradients in of_ranks if name in gradients]
-        mean[name] = torch.stack(found).sum(0) / len(of_ranks)
-    apart = {}
-    for name, value in mean.items():
-        most = max(float((gradients.get(name, 0 * value) - value).norm()) for gradients in of_ranks)
-        if most > 1e-5 * float(value.norm()):
-            apart[name] = most / max(float(value.norm()), 1e-30)
-    called = [Call(rank, number, rows) for rank, calls in enumerate(all_calls) for number, rows in enumerate(calls)]
-    used = {token for call in called for row in call.rows for token in row}
+        found = [gradients.get(name) for gradients in of_ranks]
+        mean[name] = torch.stack([each for each in found if each is not None]).sum(0) / len(found)
+        most = max(float((mean[name] if each is None else each - mean[name]).norm()) for each in found)
+        if most > 1e-5 * float(mean[name].norm()):
+            apart[name] = most / max(float(mean[name].norm()), 1e-30)
+    called = [call for calls in all_calls for call in calls]
+    used = {token for call in called for token in call.ids}
     batches = [row for rows in all_rows for row in rows if set(row) & used]
-    batched = bool(batches)
-    batches = batches or [row for call in called for row in call.rows]
-    return Record(step.reference, mean, apart, of_ranks, called, batches, batched, losses, norms)
+    whole_rows = batches or [call.ids for call in called]
+    loss, norm = (next((value for value in each if value is not None), None) for each in (losses, norms))
+    return Record(step.reference, len(of_ranks), mean, apart, called, whole_rows, bool(batches), loss, norm)
+
+
+def _rows(ids: torch.Tensor) -> list[list[int]]:
+    found: list[list[int]] = (ids if ids.dim() == 2 else ids[None]).tolist()
+    return found

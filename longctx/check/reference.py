@@ -8,11 +8,11 @@ Without a gradient of its own (tied embeddings, adapters) the output layer has n
 fitted at once: then forward and backward are not told apart.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from longctx.check.contexts import Sequence
@@ -22,36 +22,25 @@ Target = int | None
 """Token id that a place predicts; None: none."""
 
 
-class Columns:
-    """∂loss of single predictions as columns of a matrix, of the output layer or of all trained parameters."""
+class Columns(NamedTuple):
+    """∂loss of single predictions, each of rank one: on the output layer, or on all trained parameters as one column."""
 
-    def __init__(self, left: torch.Tensor, right: torch.Tensor | None) -> None:
-        """`left` is ∂loss/∂(W h) [T, V] and `right` h [T, H]; or `left` whole gradients [T, P], and `right` None."""
-        self.left, self.right = left, right
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-    def __getitem__(self, chosen: torch.Tensor) -> "Columns":
-        return Columns(self.left[chosen], None if self.right is None else self.right[chosen])
-
-    @staticmethod
-    def joined(parts: Several["Columns"]) -> "Columns":
-        right = None if parts[0].right is None else torch.cat([part.right for part in parts if part.right is not None])
-        return Columns(torch.cat([part.left for part in parts]), right)
+    left: torch.Tensor
+    """∂loss/∂(W h) [T, V], or gradients [T, P]."""
+    right: torch.Tensor
+    """h [T, H], or ones [T, 1]."""
 
     def gram(self) -> torch.Tensor:
-        """Returns all products of two columns [T, T]."""
-        products = self.left @ self.left.T
-        return products if self.right is None else products * (self.right @ self.right.T)
+        """Returns all products of two [T, T]."""
+        return (self.left @ self.left.T) * (self.right @ self.right.T)
 
     def project(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the products with a gradient [V, H] or [P]: [T]."""
-        return self.left @ gradient if self.right is None else ((self.left @ gradient) * self.right).sum(1)
+        """Returns the products with a gradient [V, H] or [P, 1]: [T]."""
+        return ((self.left @ gradient) * self.right).sum(1)
 
     def sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """Returns the weighted sum of the columns: a gradient."""
-        return weights @ self.left if self.right is None else (self.left * weights[:, None]).T @ self.right
+        """Returns their weighted sum: a gradient."""
+        return (self.left * weights[:, None]).T @ self.right
 
 
 class Reference:
@@ -68,10 +57,19 @@ class Reference:
         own = [name for name, weight in self.named.items() if weight is self.head.weight]
         embedding = model.get_input_embeddings().weight
         self.output = own[0] if own and self.head.weight is not embedding else None
+        self.matrix = self._matrix()
         layer_types = getattr(self.config, "layer_types", None) or ()
         self.masked = not any("linear" in kind or "mamba" in kind for kind in layer_types)
         window = getattr(self.config, "sliding_window", None)
         self.window: int | None = window if getattr(self.config, "use_sliding_window", True) else None
+
+    def _matrix(self) -> torch.Tensor | None:
+        """Returns W [V, H], if the output layer has a gradient of its own, and logits are W h and nothing more."""
+        changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        if self.output is None or self.head.bias is not None or any(getattr(self.config, name, None) for name in changes):
+            return None
+        matrix: torch.Tensor = self.head.weight.detach()
+        return matrix
 
     def _mask(self, sequence: Sequence) -> Any:
         """Returns what eager attention adds to scores [1, 1, queries, keys], by kind of layer where there are several."""
@@ -97,62 +95,60 @@ class Reference:
         logits: torch.Tensor = self.model(**inputs, use_cache=False).logits[0]
         return logits
 
-    def columns(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
-        """Returns a column for each target that is not None: of `targets`, lists of one target per token, one after another."""
-        return self._of_output(sequence, ids, targets) if self.output else self._of_all(sequence, ids, targets)
+    def states(self, sequence: Sequence, ids: Several[int]) -> torch.Tensor:
+        """Returns what the output layer gets [tokens, H]."""
+        return self._cut(sequence, ids)[1]
 
-    def _of_output(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
-        kept: dict[str, torch.Tensor] = {}
+    def _cut(self, sequence: Sequence, ids: Several[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns logits, what the output layer gets [tokens, H], and what it returns [1, tokens, V], where gradients end."""
+        kept: list[torch.Tensor] = []
 
-        def cut(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            kept["h"], kept["z"] = inputs[0].detach()[0], output.detach().requires_grad_()
-            return kept["z"]
+        def cut(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            kept.extend((inputs[0].detach()[0], output.detach().requires_grad_()))
+            return kept[1]
 
         hook = self.head.register_forward_hook(cut)
         try:
-            logits = self._run(sequence, ids)
+            return self._run(sequence, ids), kept[0], kept[1]
         finally:
             hook.remove()
-        parts = []
-        for each in targets:
-            chosen = torch.tensor([at for at, target in enumerate(each) if target is not None], dtype=torch.int64)
-            loss = self._loss(logits, each).sum()
-            (slope,) = torch.autograd.grad(loss, kept["z"], retain_graph=True)
-            parts.append(Columns(slope[0][chosen], kept["h"][chosen]))
-        return Columns.joined(parts)
 
-    def _of_all(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
-        logits, weights = self._run(sequence, ids), list(self.named.values())
-        rows = []
+    def columns(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
+        """Returns a column for each target that is not None: of `targets`, lists of one target per token, one after another."""
+        weights, at_output = list(self.named.values()), self._cut(sequence, ids) if self.output else None
+        logits = at_output[0] if at_output else self._run(sequence, ids)
+        left, right = list[torch.Tensor](), list[torch.Tensor]()
         for each in targets:
-            for loss in self._loss(logits, each):
+            losses, chosen = self._loss(logits, each), [at for at, target in enumerate(each) if target is not None]
+            if at_output:
+                (slope,) = torch.autograd.grad(losses.sum(), at_output[2], retain_graph=True)
+                left.append(slope[0][chosen])
+                right.append(at_output[1][chosen])
+                continue
+            for loss in losses:
                 found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
-                rows.append(torch.cat([_flat(slope, weight) for slope, weight in zip(found, weights, strict=True)]))
-        return Columns(torch.stack(rows), None) if rows else Columns(torch.zeros(0, sum(map(torch.numel, weights))), None)
+                left.append(torch.cat([_flat(slope, weight) for slope, weight in zip(found, weights, strict=True)])[None])
+                right.append(torch.ones(1, 1, dtype=torch.float64))
+        return Columns(torch.cat(left), torch.cat(right))
 
     def of(self, gradients: Tensors) -> torch.Tensor:
-        """Returns what `columns` explain: the gradient of the output layer, or all gradients in one vector."""
+        """Returns what `columns` explain: the gradient of the output layer, or all gradients in one column."""
         if self.output:
             return gradients[self.output]
-        return torch.cat([_flat(gradients.get(name), weight) for name, weight in self.named.items()])
+        return torch.cat([_flat(gradients.get(name), weight) for name, weight in self.named.items()])[:, None]
 
     def losses(self, sequence: Sequence, ids: Several[int], targets: Several[Target]) -> torch.Tensor:
         """Returns the cross-entropy of each target that is not None, without gradients."""
         with torch.no_grad():
             return self._loss(self._run(sequence, ids), targets)
 
-    def gradients(
-        self, terms: Several[tuple[Sequence, Several[int], Several[Several[Target]], torch.Tensor]]
-    ) -> tuple[float, Tensors]:
-        """Returns loss and gradients of all trained parameters for weighted predictions: as `columns`, with their weights."""
+    def gradients(self, terms: Iterable[tuple[Any, torch.Tensor]]) -> tuple[float, Tensors]:
+        """Returns loss and gradients of all trained parameters, for terms of a fit with weights of their predictions."""
         self.model.zero_grad(set_to_none=True)
         total = 0.0
-        for sequence, ids, targets, weights in terms:
-            if not len(weights):
-                continue
-            logits = self._run(sequence, ids)
-            losses = torch.cat([self._loss(logits, each) for each in targets])
-            (loss := (losses * weights).sum()).backward()
+        for term, weights in terms:
+            logits = self._run(term.sequence, term.ids)
+            (loss := (torch.cat([self._loss(logits, each) for each in term.targets]) * weights).sum()).backward()
             total += float(loss.detach())
         found = {name: torch.zeros_like(w) if w.grad is None else w.grad.clone() for name, w in self.named.items()}
         self.model.zero_grad(set_to_none=True)

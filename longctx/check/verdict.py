@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from longctx.check.contexts import APART, Context, Sequence
-from longctx.check.fit import Fit, Prediction
+from longctx.check.fit import NEAR, Fit, Prediction
 from longctx.check.probe import Probe, Tokens
 from longctx.check.record import Record
 from longctx.check.reference import Reference
@@ -15,6 +15,7 @@ SAME = 2e-3
 BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
 NOT_SHIFTED, SHIFTED_TWICE = "labels are not shifted: tokens predict themselves", "labels are shifted twice"
+FORWARD = "hidden states are wrong"
 UNEXPLAINED = "the gradient is that of no known fault"
 
 
@@ -61,15 +62,15 @@ class Judge:
 
     def __init__(self, record: Record, tokens: Tokens, reference: Reference, fit: Fit) -> None:
         self.record, self.tokens, self.reference, self.fit = record, tokens, reference, fit
-        self.calls = [(call, tokens.numbers(row), row) for call in record.calls for row in call.rows]
-        self.count = Counter(number for _, row, _ in self.calls for number in row if number >= 0)
+        self.same = NEAR if fit.unknown else SAME
+        self.calls = [(call, tokens.numbers(call.ids)) for call in record.calls]
+        self.count = Counter(number for _, row in self.calls for number in row if number >= 0)
         self.documents = sorted({tokens.document[number] for number in self.count})
-        of_step = (n for n in range(len(tokens)) if tokens.document[n] in self.documents)
-        after = ((number, tokens.next(number)) for number in of_step)
         self.wanted: dict[Prediction, int] = {
-            (number, tokens.ids[target]): target
-            for number, target in after
-            if target is not None and tokens.probe.trained(tokens.document[target], tokens.place[target])
+            (number, tokens.ids[number + 1]): number + 1
+            for document in self.documents
+            for number in tokens.of(document)[:-1]
+            if tokens.probe.trained(document, tokens.place[number + 1])
         }
         self.relative = {prediction: weight * len(self.wanted) for prediction, weight in fit.weights.items()}
         self.extra = {each: w for each, w in self.relative.items() if each not in self.wanted and abs(w) > SAME}
@@ -87,7 +88,7 @@ class Judge:
         shifted = [finding for finding in self._extra() if finding.kind in (NOT_SHIFTED, SHIFTED_TWICE)]
         if shifted and not self.kept:
             return [*found, *self._contexts(), *shifted]
-        found += [*self._contexts(), *self._extra(), *self._lost()]
+        found += [*self._contexts(), *self._unknown(), *self._extra(), *self._lost()]
         if not self.record.apart:
             found += [*self._weights(), *self._backward()]
         return [*found, *self._log()]
@@ -110,6 +111,36 @@ class Judge:
                 return f"in row {number}, tokens of document {held[1]} see document {held[0]}"
         return ""
 
+    def _unknown(self) -> Iterator[Finding]:
+        """Yields which tokens have hidden states that no context gives: by the first rule that holds for these alone."""
+        if not self.fit.unknown:
+            return
+        unknown, place, document, at = set(self.fit.unknown), self.tokens.place, self.tokens.document, self._places()
+        known = {number for number, _ in self.kept | self.extra if number >= 0} - unknown
+        rank = {number: where[0] for number, where in at.items()}
+        ranks = {each: {rank[n] for n in self.tokens.of(each) if n in rank} for each in self.documents}
+        least = min(place[number] for number in unknown)
+        rules: dict[str, Callable[[int], bool]] = {
+            "of all tokens, also of first ones, which see but themselves: weights or heads": lambda n: True,
+            "of all tokens but the first ones of documents": lambda n: place[n] > 0,
+            "of tokens that need keys of other ranks": lambda n: any(rank[n] != rank[m] for m in range(n - place[n], n)),
+            "of tokens in documents that are split over ranks": lambda n: len(ranks[document[n]]) > 1,
+            f"of tokens from place {least} of documents on": lambda n: place[n] >= least,
+            "of tokens after the first document of their row": lambda n: document[n] != document[first[at[n][2]]],
+        }
+        first = {n: next(number for number in row if number >= 0) for n, (_, row) in enumerate(self.calls) if max(row) >= 0}
+        of_ranks = {f", on rank {each}": each for each in range(self.record.ranks)} if self.record.ranks > 1 else {}
+        for which, only in ({"": None} | of_ranks).items():
+            for rule, holds in rules.items():
+                if {n for n in unknown | known if holds(n) and only in (None, rank[n])} == unknown:
+                    yield Finding(FORWARD, rule + which + self._first_of(unknown))
+                    return
+        yield Finding(FORWARD, f"of {len(unknown)} of {len(unknown | known)} tokens" + self._first_of(unknown))
+
+    def _first_of(self, numbers: Iterable[int]) -> str:
+        number = min(numbers)
+        return f"; the first is token {self.tokens.place[number]} of document {self.tokens.document[number]}"
+
     # --- weights
 
     def _extra(self) -> Iterator[Finding]:
@@ -127,7 +158,7 @@ class Judge:
         after = None if number < 0 else tokens.next(number)
         if number < 0:
             return "padding is trained" if target == tokens.probe.pad else "first tokens are predicted from padding"
-        if target == tokens.ids[number] and after is not None:
+        if target == tokens.ids[number]:
             return NOT_SHIFTED
         if after is not None and target == tokens.ids[after]:
             return "prompts are trained"
@@ -164,7 +195,7 @@ class Judge:
     def _later_starts(self) -> set[int]:
         """Returns tokens that begin a row, or a run of one, but no document."""
         found = set()
-        for _, row, _ in self.calls:
+        for _, row in self.calls:
             for before, number in zip([-1, *row], row, strict=False):
                 if number >= 0 and self.tokens.place[number] and (before < 0 or self.tokens.next(before) != number):
                     found.add(number)
@@ -175,11 +206,11 @@ class Judge:
         if not self.kept:
             return
         several = {each: w / max(1, self.count[self.wanted[each]]) for each, w in self.kept.items()}
-        if not _even(self.kept.values()) and _even(several.values()):
+        if not self._even(self.kept.values()) and self._even(several.values()):
             repeated = {self.tokens.document[number] for number, n in self.count.items() if n > 1}
             yield Finding("documents are repeated in the step", _named(repeated))
             return
-        if _even(self.kept.values()):
+        if self._even(self.kept.values()):
             yield from self._scale(sum(self.kept.values()) / len(self.kept))
             return
         for name, group_of in self._groups().items():
@@ -187,9 +218,9 @@ class Judge:
             for prediction, weight in (self.kept | self.extra).items():
                 if prediction[0] >= 0:
                     groups[group_of(prediction)].append(weight)
-            if len(groups) > 1 and all(_even(weights) for weights in groups.values()):
+            if len(groups) > 1 and all(self._even(weights) for weights in groups.values()):
                 sums = [sum(weights) for weights in groups.values()]
-                if _even(sums):
+                if self._even(sums):
                     yield Finding(f"the loss is a mean of means of {name}", f"each of {len(groups)} counts alike")
                 else:
                     firsts = ", ".join(f"{weights[0]:.3g}" for weights in list(groups.values())[:4])
@@ -201,12 +232,11 @@ class Judge:
     def _scale(self, factor: float) -> Iterator[Finding]:
         """Yields a common factor that is neither 1 nor that of a mean over what is trained."""
         wanted, trained = len(self.wanted), sum(self.kept.values()) + sum(self.extra.values())
-        if min(abs(factor - 1), abs(trained / wanted - 1)) < SAME:  # 1/N for all targets, or for all that is trained
+        if min(abs(factor - 1), abs(trained / wanted - 1)) < self.same:  # 1/N for all targets, or for all that is trained
             return
-        calls = Counter(call.rank for call in self.record.calls)
-        ranks, micro_batches = self.record.ranks, max(calls.values())
+        ranks, micro_batches = self.record.ranks, 1 + max(call.number for call in self.record.calls)
         counts = {"ranks": ranks, "micro-batches": micro_batches, "ranks × micro-batches": ranks * micro_batches}
-        tokens = sum(map(len, (row for *_, row in self.calls)))
+        tokens = sum(len(row) for _, row in self.calls)
         known = {f"× {count}, the number of {name}": float(count) for name, count in counts.items() if count > 1}
         known |= {f"÷ {count}, the number of {name}": 1 / count for name, count in counts.items() if count > 1}
         known |= {"a sum and no mean": wanted, "divided by all tokens, not by the targets": wanted / tokens}
@@ -216,18 +246,18 @@ class Judge:
         )
         for words, value in known.items():
             for base in (1.0, wanted * factor / trained):
-                if abs(factor / (base * value) - 1) < SAME:
+                if abs(factor / (base * value) - 1) < self.same:
                     yield Finding("the loss has a wrong scale", words)
                     return
         yield Finding("the loss has a wrong scale", f"× {factor:.4g}")
 
+    def _even(self, values: Iterable[float]) -> bool:
+        values = list(values)
+        return max(values) - min(values) < self.same * max(abs(max(values)), abs(min(values)))
+
     def _groups(self) -> dict[str, Callable[[Prediction], object]]:
         """Returns what predictions may be averaged over: names, and the group of a prediction."""
-        at: dict[int, tuple[int, int, int]] = {}
-        for place, (call, row, _) in enumerate(self.calls):
-            for number in row:
-                at.setdefault(number, (call.rank, call.number, place))
-        document = self.tokens.document
+        at, document = self._places(), self.tokens.document
         return {
             "ranks": lambda each: at[each[0]][0],
             "micro-batches": lambda each: at[each[0]][:2],
@@ -235,6 +265,14 @@ class Judge:
             "rows": lambda each: at[each[0]][2],
             "documents": lambda each: document[each[0]],
         }
+
+    def _places(self) -> dict[int, tuple[int, int, int]]:
+        """Returns where each token is first: rank, call, row of all calls."""
+        at: dict[int, tuple[int, int, int]] = {}
+        for place, (call, row) in enumerate(self.calls):
+            for number in row:
+                at.setdefault(number, (call.rank, call.number, place))
+        return at
 
     # --- backward, ranks and log
 
@@ -268,13 +306,11 @@ class Judge:
             )
 
     def _log(self) -> Iterator[Finding]:
-        logged = next((loss for loss in self.record.losses if loss is not None), None)
-        if logged is not None and self.fit.whole:
+        if (logged := self.record.loss) is not None and self.fit.whole:
             right = self._loss()
             if min(abs(logged - right), abs(logged - self.fit.loss)) > LOGGED * right:
                 yield Finding("the logged loss is wrong", f"{logged:.5g} and not {right:.5g} ({logged / right:.4g} times)")
-        norm = next((norm for norm in self.record.norms if norm is not None), None)
-        if norm is not None and not self.record.apart:
+        if (norm := self.record.norm) is not None and not self.record.apart:
             actual = sum(float(value.norm()) ** 2 for value in self.record.gradients.values()) ** 0.5
             if abs(norm - actual) > LOGGED * actual:
                 yield Finding(
@@ -285,37 +321,28 @@ class Judge:
         """Returns the mean loss of the wanted predictions, documents apart."""
         total = 0.0
         for document in self.documents:
-            numbers = [n for n in range(len(self.tokens)) if self.tokens.document[n] == document]
+            numbers = self.tokens.of(document)
             ids = [self.tokens.ids[n] for n in numbers]
             pairs = zip(numbers, [*ids[1:], None], strict=True)
             targets = [target if target is not None and (n, target) in self.wanted else None for n, target in pairs]
             if any(target is not None for target in targets):
-                losses = self.reference.losses(Sequence(tuple(numbers), tuple(range(len(numbers)))), ids, targets)
-                total += float(losses.sum())
+                total += float(self.reference.losses(Sequence(tuple(numbers), tuple(range(len(ids)))), ids, targets).sum())
         return total / len(self.wanted)
 
     def picture(self) -> list[str]:
         """Returns a line for each document with a wrong weight; of its targets `.` are right, `0` lost, `+` and `-` off."""
         lines = list[str]()
-        if not self.lost and not self.extra and self.kept and _even(self.kept.values()):
+        if not self.lost and not self.extra and self.kept and self._even(self.kept.values()):
             return lines
         for document in self.documents:
             signs = ""
-            for number in (n for n in range(len(self.tokens)) if self.tokens.document[n] == document):
-                after = self.tokens.next(number)
-                if after is None:
-                    break
-                prediction = (number, self.tokens.ids[after])
+            for number in self.tokens.of(document)[:-1]:
+                prediction = (number, self.tokens.ids[number + 1])
                 weight, wanted = self.relative.get(prediction, 0.0), float(prediction in self.wanted)
                 signs += "." if abs(weight - wanted) < SAME else "0" if abs(weight) < SAME else "+" if weight > wanted else "-"
             if signs.strip("."):
                 lines.append(f"document {document:2} {signs[:96]}{'…' if len(signs) > 96 else ''}")
         return lines
-
-
-def _even(values: Iterable[float]) -> bool:
-    values = list(values)
-    return max(values) - min(values) < SAME * max(abs(max(values)), abs(min(values)))
 
 
 def _named(documents: Iterable[int]) -> str:
