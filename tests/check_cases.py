@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from longctx.check import PROBES, CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import CUT, LOCAL_POSITIONS, ROW_RESTARTED, SHARD_RESTARTED
 from longctx.check.trainer import arguments
-from longctx.check.verdict import FORWARD, NOT_SHIFTED, SHIFTED_TWICE
+from longctx.check.verdict import NOT_SHIFTED, ORDER, SHIFTED_TWICE
 from tests.trainer_cases import as_rank
 
 Make = Callable[[Probe], Any]
@@ -310,7 +310,7 @@ ON_TWO: dict[str, tuple[Make, Probe, list[str]]] = {
     "mean of the rank": (Zigzag("mean of the rank"), PLAIN, ["the loss is a mean of means of ranks"]),
     "mean over ranks": (Zigzag("mean over ranks"), PLAIN, ["the loss has a wrong scale"]),
     "not reduced": (Zigzag("not reduced"), PLAIN, ["gradients differ between ranks"]),
-    "values of another rank": (Zigzag("values of another rank"), PLAIN, [FORWARD]),
+    "values of another rank": (Zigzag("values of another rank"), PLAIN, [ORDER]),
 }
 
 

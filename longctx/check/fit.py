@@ -17,6 +17,8 @@ EXACT, NEAR = 1e-4, 2e-2
 where hidden states are unknown."""
 SAME_STATE = 1e-3
 """Largest relative difference of two hidden states that are the same."""
+States = list[tuple[list[int], torch.Tensor]]
+"""By context: numbers of tokens, and their hidden states [tokens, H]."""
 Prediction = tuple[int, int]
 """Number of a token (-1: padding, or what no context has), and the id that it predicts."""
 
@@ -64,6 +66,7 @@ class Fitter:
         self.tokens, self.reference = tokens, reference
         self.gradient = reference.of(record.gradients)
         self.documents = range(len(tokens.probe.lengths))
+        self.padding = sum(tokens.numbers(call.ids).count(-1) for call in record.calls)
         self.following = defaultdict[int, dict[int, None]](dict)  # ids after each token, in its document or in a row
         for document in self.documents:
             for number in tokens.of(document)[:-1]:
@@ -140,23 +143,34 @@ class Fitter:
         matrix, size = self.reference.matrix, float(self._terms(best)[1].right.norm(dim=1).median())
         if matrix is None:
             return None
-        shared = {END, self.tokens.probe.pad}
-        ids = torch.tensor([token for token in dict.fromkeys(self.tokens.ids) if token not in shared])
-        states = [self._states(context) for context in candidates]
-        chosen = dict.fromkeys(self.documents, best)
+        # Of ids that many tokens predict, columns are known; or, if their tokens are unknown too, all of them count as one.
+        pad, states = self.tokens.probe.pad, [self._states(context) for context in candidates]
+        tries = {frozenset(shared): None for shared in ({END, pad}, {END}, set[int]())}
+        fits = (self._inverted_but(set(shared), candidates, best, matrix, size, states) for shared in tries)
+        return min(fits, key=lambda fit: (not fit.exact, len(fit.unknown), fit.residual))
+
+    def _inverted_but(
+        self, shared: set[int], candidates: list[Context], best: Context, matrix: torch.Tensor, size: float, states: States
+    ) -> Fit:
+        given = dict.fromkeys((*self.tokens.ids, self.tokens.probe.pad))
+        ids, chosen = [token for token in given if token not in shared], dict.fromkeys(self.documents, best)
         for tolerance in (10 * SAME_STATE, SAME_STATE):  # then the ends of documents have the contexts of their documents
             known, columns = self._shared(candidates, chosen, shared)
-            h, weights, left, of_known = _read(self.gradient, matrix, ids, size, columns)
-            pairs, unknown = self._matched(ids.tolist(), h, weights, states, tolerance)
+            h, weights, left, of_known = _read(self.gradient, matrix, torch.tensor(ids), size, columns)
+            pairs, unknown = self._matched(ids, h, weights, states, tolerance)
             chosen = {document: self._context_of(document, pairs, candidates) for document in self.documents}
         left[list(shared)] = 0
-        residual = float(left.norm() / self.gradient.norm())
         pairs |= dict(zip(known, of_known.tolist(), strict=True))
+        if END not in shared:  # their tokens have the weight of others
+            unknown = {each: weight for each, weight in unknown.items() if each[1] != END}
+            ends = (number for number in range(len(self.tokens)) if self.tokens.ids[number] == END)
+            unknown |= {(number - 1, END): float(weights.median()) for number in ends}
         found = defaultdict[Prediction, float](float)
         for (number, target), weight in [*((each[1:], weight) for each, weight in pairs.items()), *unknown.items()]:
             found[number, target] += weight
         outcome = self.reference.gradients(list(self._of_pairs(candidates, pairs)))
-        lost = [number for number, _ in unknown if number >= 0]
+        lost = [number for number, target in unknown if number >= 0 and target != END]
+        residual = float(left.norm() / self.gradient.norm())
         return Fit(chosen, dict(found), residual, *outcome, whole=not unknown, unknown=lost)
 
     def _states(self, context: Context) -> tuple[list[int], torch.Tensor]:
@@ -182,7 +196,7 @@ class Fitter:
         return keys, Columns(*map(torch.cat, zip(*parts, strict=True)))
 
     def _matched(
-        self, ids: list[int], h: torch.Tensor, weights: torch.Tensor, states: list[tuple[list[int], torch.Tensor]], near: float
+        self, ids: list[int], h: torch.Tensor, weights: torch.Tensor, states: States, near: float
     ) -> tuple[dict[tuple[int, int, int], float], dict[Prediction, float]]:
         """Returns weights by context, token and id: whose hidden state predicts an id; by token and id, where it is none's.
 
@@ -200,6 +214,8 @@ class Fitter:
                     pairs[*owners[nearest], token] = weight * float(h[at].norm() / owned[nearest].norm())
                 else:
                     unknown[before, token] = weight
+        if len(unknown) <= min(self.padding, len(pairs) // 10):  # so few are rather predicted from padding
+            unknown = {(-1, token): weight for (_, token), weight in unknown.items()}
         return pairs, unknown
 
     def _context_of(self, document: int, pairs: Iterable[tuple[int, int, int]], candidates: list[Context]) -> Context:

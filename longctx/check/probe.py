@@ -117,8 +117,8 @@ class Tokens:
         return range(first, first + self.probe.lengths[document])
 
     def before(self, token: int) -> int:
-        """Returns the number of the token before an id in its document; -1 before the first."""
-        number = self._number[token]
+        """Returns the number of the token before an id in its document; -1 before the first, and before padding."""
+        number = self._number.get(token, 0)
         return number - 1 if self.place[number] else -1
 
     def next(self, number: int) -> int | None:

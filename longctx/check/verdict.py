@@ -16,6 +16,13 @@ BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
 NOT_SHIFTED, SHIFTED_TWICE = "labels are not shifted: tokens predict themselves", "labels are shifted twice"
 FORWARD = "hidden states are wrong"
+ORDER = "hidden states of all tokens are wrong, also of first ones: weights, heads, or the order of ranks"
+SCORES = "attention is wrong for all tokens but first ones: scores, heads or positions"
+EXCHANGE = "attention is wrong where keys of other ranks are needed: their order, mask, or merging by log-sum-exp"
+SPLIT = "attention is wrong in documents that are split over ranks: the order or mask of keys"
+EDGE = "attention is wrong from an edge between ranks on: the order of their parts, or the mask of documents"
+REACH = "attention is wrong from a place in documents on: a window, or an offset"
+SAME_DATA = "all ranks have the same documents"
 UNEXPLAINED = "the gradient is that of no known fault"
 
 
@@ -89,6 +96,10 @@ class Judge:
         if shifted and not self.kept:
             return [*found, *self._contexts(), *shifted]
         found += [*self._contexts(), *self._unknown(), *self._extra(), *self._lost()]
+        ranks = range(self.record.ranks)
+        held = [{number for call, row in self.calls if call.rank == rank for number in row} for rank in ranks]
+        if len(held) > 1 and all(numbers == held[0] for numbers in held):
+            found.append(Finding(SAME_DATA))
         if not self.record.apart:
             found += [*self._weights(), *self._backward()]
         return [*found, *self._log()]
@@ -120,26 +131,28 @@ class Judge:
         rank = {number: where[0] for number, where in at.items()}
         ranks = {each: {rank[n] for n in self.tokens.of(each) if n in rank} for each in self.documents}
         least = min(place[number] for number in unknown)
-        rules: dict[str, Callable[[int], bool]] = {
-            "of all tokens, also of first ones, which see but themselves: weights or heads": lambda n: True,
-            "of all tokens but the first ones of documents": lambda n: place[n] > 0,
-            "of tokens that need keys of other ranks": lambda n: any(rank[n] != rank[m] for m in range(n - place[n], n)),
-            "of tokens in documents that are split over ranks": lambda n: len(ranks[document[n]]) > 1,
-            f"of tokens from place {least} of documents on": lambda n: place[n] >= least,
-            "of tokens after the first document of their row": lambda n: document[n] != document[first[at[n][2]]],
-        }
         first = {n: next(number for number in row if number >= 0) for n, (_, row) in enumerate(self.calls) if max(row) >= 0}
+        start = min(unknown)
+        rules: dict[str, Callable[[int], bool]] = {
+            ORDER: lambda n: True,
+            SCORES: lambda n: place[n] > 0,
+            EXCHANGE: lambda n: any(rank[n] != rank[m] for m in range(n - place[n], n)),
+            SPLIT: lambda n: len(ranks[document[n]]) > 1,
+            EDGE: lambda n: n >= start and rank.get(start - 1, rank[start]) != rank[start],
+            "documents of a row are mixed": lambda n: document[n] != document[first[at[n][2]]],
+            REACH: lambda n: place[n] >= least,
+        }
         of_ranks = {f", on rank {each}": each for each in range(self.record.ranks)} if self.record.ranks > 1 else {}
         for which, only in ({"": None} | of_ranks).items():
             for rule, holds in rules.items():
                 if {n for n in unknown | known if holds(n) and only in (None, rank[n])} == unknown:
-                    yield Finding(FORWARD, rule + which + self._first_of(unknown))
+                    yield Finding(rule, self._first_of(unknown) + which)
                     return
-        yield Finding(FORWARD, f"of {len(unknown)} of {len(unknown | known)} tokens" + self._first_of(unknown))
+        yield Finding(FORWARD, f"of {len(unknown)} of {len(unknown | known)} tokens, {self._first_of(unknown)}")
 
     def _first_of(self, numbers: Iterable[int]) -> str:
         number = min(numbers)
-        return f"; the first is token {self.tokens.place[number]} of document {self.tokens.document[number]}"
+        return f"first at token {self.tokens.place[number]} of document {self.tokens.document[number]}"
 
     # --- weights
 
@@ -157,7 +170,10 @@ class Judge:
         tokens = self.tokens
         after = None if number < 0 else tokens.next(number)
         if number < 0:
-            return "padding is trained" if target == tokens.probe.pad else "first tokens are predicted from padding"
+            if target == tokens.probe.pad:
+                return "padding is trained"
+            firsts = {ids[0] for ids in tokens.probe.documents}
+            return f"{'first ' * (target in firsts)}tokens are predicted from padding"
         if target == tokens.ids[number]:
             return NOT_SHIFTED
         if after is not None and target == tokens.ids[after]:
@@ -168,16 +184,20 @@ class Judge:
             return "padding is trained"
         if after is None and target in {ids[0] for ids in tokens.probe.documents}:
             return "last tokens predict the first one of the next document"
-        return "labels are shifted after the split: tokens at an edge predict the next one on their rank"
+        if any((number, target) in zip(row, call.ids[1:], strict=False) for call, row in self.calls):
+            return "labels are shifted after the split: tokens at an edge predict the next one on their rank"
+        return "labels belong to other tokens"
 
     def _lost(self) -> Iterator[Finding]:
         found = defaultdict[str, list[Prediction]](list)
         starts = self._later_starts()
         wanted = Counter(self.tokens.document[number] for number, _ in self.wanted)
         whole = wanted.keys() - {self.tokens.document[number] for number, _ in self.kept}
+        predicted = {target for _, target in self.extra}
         for number, _ in self.lost:
-            target = self.tokens.next(number)
-            assert target is not None
+            target = number + 1
+            if self.tokens.ids[target] in predicted:  # by another token
+                continue
             kind = "predictions have no loss"
             if not self.count[target]:
                 kind = "documents are cut short: tokens are in no call"
