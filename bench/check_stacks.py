@@ -28,7 +28,7 @@ def ranks() -> int:
 def of_step(probe: Probe, **more: Any) -> dict[str, Any]:
     """Arguments for a step of all documents."""
     size = max(1, len(probe.lengths) // probe.micro_batches // ranks())
-    return arguments(per_device_train_batch_size=size, gradient_accumulation_steps=probe.micro_batches, **more)
+    return arguments(**{"per_device_train_batch_size": size, "gradient_accumulation_steps": probe.micro_batches} | more)
 
 
 def tokenizer(probe: Probe, side: str = "right") -> Any:
@@ -103,10 +103,14 @@ STACKS: dict[str, Make] = {
     "Trainer, padded at the left": trainer(padded("left")),
     "Trainer, `DataCollatorForLanguageModeling`": trainer(for_language_models),
     "Trainer, padded, GPT-2": trainer(padded(), "gpt2"),
+    "Trainer, padded, BART's decoder": trainer(padded(), "bart"),
+    "Trainer, padded, five rows a batch": trainer(padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2),
     "Trainer, `average_tokens_across_devices=False`": trainer(padded(), average_tokens_across_devices=False),
     "Trainer, `DataCollatorWithFlattening`, Qwen 3": trainer(flattening),
     "Trainer, `DataCollatorWithFlattening`, GPT-2": trainer(flattening, "gpt2"),
     "Trainer, `DataCollatorWithFlattening`, gpt-oss": trainer(flattening, "gpt_oss"),
+    "Trainer, `DataCollatorWithFlattening`, OPT": trainer(flattening, "opt"),
+    "Trainer, `DataCollatorWithFlattening`, Jamba": trainer(flattening, "jamba"),
     "TRL, padded": by_trl(),
     "TRL, `padding_free`": by_trl(padding_free=True),
     "TRL, packing `bfd`": by_trl(packing=True, packing_strategy="bfd", max_length=64),
