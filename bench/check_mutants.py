@@ -24,9 +24,11 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, Trainer
 from bench.check_mutants_split import IGNORED, Make, rank, ranks, split
 from longctx.check import PROBES, CheckError, Probe, check_step, record
 from longctx.check.trainer import arguments
+from longctx.check.verdict import EDGE, EXCHANGE, FORWARD, ORDER, REACH, SCORES, SPLIT
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 warnings.simplefilter("ignore")
+LOCATED = {EDGE, EXCHANGE, FORWARD, ORDER, REACH, SCORES, SPLIT}
 RESULTS = Path(__file__).parent / "results" / "check_mutants.md"
 
 
@@ -492,11 +494,13 @@ for way, zigzag, fault, words in BY_HAND:
 
 
 def judged(kinds: list[str], unnamed: bool, words: str) -> str:
-    """Returns what became of a mutant."""
+    """Returns what became of a mutant; "located": its tokens are found, and several causes are named."""
     if not words:
         return "false alarm" if kinds else "right"
-    if any(re.search(words, kind) for kind in kinds):
+    if any(re.search(words, kind) for kind in kinds if kind not in LOCATED):
         return "named"
+    if any(kind in LOCATED for kind in kinds):
+        return "located"
     return "missed" if not kinds else "unnamed" if unnamed or kinds == ["weights of predictions differ"] else "misnamed"
 
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from longctx.check.probe import Tokens
@@ -40,6 +41,7 @@ CUT = "documents are cut: their later parts do not see the earlier ones"
 ROW = "documents see each other"
 ROW_RESTARTED = "documents see each other, though positions begin anew with each"
 PADDED = "padding is seen"
+COUNTED = "positions count the padding before documents"
 RUN_ON = "positions run on from one document to the next"
 BOTH = "attention is not causal"
 NEXT = "tokens see the one after them, which they predict"
@@ -61,10 +63,15 @@ def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
     pieces = [piece for row in calls for piece in pieces_of(row, tokens)]
     alone = [row for row in calls if -1 in row and len({tokens.document[number] for number in row if number >= 0}) == 1]
     alone += [document for document in documents if document not in (_real(row) for row in alone)]
+    padding = [[-1] * len(list(run)) for row in calls for real, run in groupby(row, lambda n: n >= 0) if not real]
+    padded = any(row and row[0] < 0 for row in rows)
     given = {n: at for call, row in zip(record.calls, calls, strict=True) for n, at in zip(row, call.positions, strict=False)}
     made = [
         Context(APART, _sequences(documents, lambda row: [place[n] for n in row])),
-        Context(APART, _sequences(alone, lambda row: range(len(row)), "no padding")),
+        Context(
+            APART, _sequences([*documents, *padding], lambda row: [place[n] if n >= 0 else at for at, n in enumerate(row)])
+        ),
+        Context(COUNTED if padded else APART, _sequences(alone, lambda row: range(len(row)), "no padding")),
         Context(cut, _sequences(pieces, lambda row: range(len(row)))),
         Context(shard, _sequences(pieces, lambda row: [place[n] for n in row])),
         Context(ROW, _sequences(map(_real, rows), lambda row: range(len(row)))),
@@ -75,7 +82,7 @@ def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
         Context(BOTH, _sequences(documents, lambda row: range(len(row)), "both")),
         Context(NEXT, _sequences(documents, lambda row: range(len(row)), "next")),
     ]
-    if any(row and row[0] < 0 for row in rows):
+    if padded:
         made.append(Context(PADDED, _sequences(rows, lambda row: range(len(row)))))
     if split:
         here = {number: position for row in calls for position, number in enumerate(row)}

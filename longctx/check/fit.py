@@ -66,7 +66,6 @@ class Fitter:
         self.tokens, self.reference = tokens, reference
         self.gradient = reference.of(record.gradients)
         self.documents = range(len(tokens.probe.lengths))
-        self.padding = sum(tokens.numbers(call.ids).count(-1) for call in record.calls)
         self.following = defaultdict[int, dict[int, None]](dict)  # ids after each token, in its document or in a row
         for document in self.documents:
             for number in tokens.of(document)[:-1]:
@@ -154,7 +153,8 @@ class Fitter:
     ) -> Fit:
         given = dict.fromkeys((*self.tokens.ids, self.tokens.probe.pad))
         ids, chosen = [token for token in given if token not in shared], dict.fromkeys(self.documents, best)
-        for tolerance in (10 * SAME_STATE, SAME_STATE):  # then the ends of documents have the contexts of their documents
+        near = SAME_STATE if END in shared or END not in given else 5 * SAME_STATE  # ends that count as one are not exact
+        for tolerance in (10 * SAME_STATE, near):  # then the ends of documents have the contexts of their documents
             known, columns = self._shared(candidates, chosen, shared)
             h, weights, left, of_known = _read(self.gradient, matrix, torch.tensor(ids), size, columns)
             pairs, unknown = self._matched(ids, h, weights, states, tolerance)
@@ -171,7 +171,14 @@ class Fitter:
         outcome = self.reference.gradients(list(self._of_pairs(candidates, pairs)))
         lost = [number for number, target in unknown if number >= 0 and target != END]
         residual = float(left.norm() / self.gradient.norm())
-        return Fit(chosen, dict(found), residual, *outcome, whole=not unknown, unknown=lost)
+        return Fit(
+            chosen,
+            dict(found),
+            residual,
+            *outcome,
+            whole=not unknown and all(number >= 0 for _, number, _ in pairs),
+            unknown=lost,
+        )
 
     def _states(self, context: Context) -> tuple[list[int], torch.Tensor]:
         """Returns the numbers of a context's tokens and their hidden states [tokens, H]."""
@@ -214,8 +221,6 @@ class Fitter:
                     pairs[*owners[nearest], token] = weight * float(h[at].norm() / owned[nearest].norm())
                 else:
                     unknown[before, token] = weight
-        if len(unknown) <= min(self.padding, len(pairs) // 10):  # so few are rather predicted from padding
-            unknown = {(-1, token): weight for (_, token), weight in unknown.items()}
         return pairs, unknown
 
     def _context_of(self, document: int, pairs: Iterable[tuple[int, int, int]], candidates: list[Context]) -> Context:

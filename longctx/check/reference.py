@@ -62,6 +62,10 @@ class Reference:
         self.masked = not any("linear" in kind or "mamba" in kind for kind in layer_types)
         window = getattr(self.config, "sliding_window", None)
         self.window: int | None = window if getattr(self.config, "use_sliding_window", True) else None
+        try:
+            self._run(Sequence((0, 1), (0, 1)), (0, 1))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise CheckError(f"transformers cannot run {type(model).__name__} with a mask and positions: {error}") from error
 
     def _matrix(self) -> torch.Tensor | None:
         """Returns W [V, H], if the output layer has a gradient of its own, and logits are W h and nothing more."""

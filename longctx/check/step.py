@@ -44,7 +44,8 @@ class Report:
         found, pictured = list[str](), False
         for verdict in self.verdicts:
             allowed = f" (allowed: {', '.join(each.kind for each in verdict.allowed)})" if verdict.allowed else ""
-            faults = [str(finding) for finding in verdict.findings] or [f"right{allowed}"]
+            some = f", with {verdict.documents} of {len(verdict.probe.lengths)} documents" * (verdict.documents is not None)
+            faults = [str(finding) for finding in verdict.findings] or [f"right{allowed}{some}"]
             faults += [f"or {other}, which this probe does not tell from that" for other in verdict.alike]
             found += [f"{verdict.probe.name}: {fault}" for fault in faults]
             if verdict.findings and not pictured:
@@ -102,4 +103,6 @@ def judge(record: Record, probe: Probe, allow: Sequence[str] = ()) -> Verdict:
         found = judged.findings()
     ignored: list[Finding] = [each for each in found if any(each.kind.startswith(name) for name in allow)]
     left = [each for each in found if each not in ignored]
-    return Verdict(probe, left, fit.residual, ignored, judged.picture() if fit.exact else [], fitter.alike(fit, candidates))
+    picture = judged.picture() if fit.exact else []
+    seen = len(judged.documents) if len(judged.documents) < len(probe.lengths) else None
+    return Verdict(probe, left, fit.residual, ignored, picture, fitter.alike(fit, candidates), seen)

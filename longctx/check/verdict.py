@@ -47,6 +47,7 @@ class Verdict:
         residual: of the fit, relative to the gradient.
         picture: one line per document whose weights are not right.
         alike: other contexts that explain the gradient of a wrong step as well.
+        documents: number of documents in the step, where it is not that of the probe.
     """
 
     probe: Probe
@@ -55,6 +56,7 @@ class Verdict:
     allowed: list[Finding] = field(default_factory=list)
     picture: list[str] = field(default_factory=list)
     alike: list[str] = field(default_factory=list)
+    documents: int | None = None
 
     @property
     def status(self) -> int:
@@ -92,6 +94,8 @@ class Judge:
         if not self.fit.exact:
             names = ", ".join(dict.fromkeys(context.name for context in self.fit.contexts.values()))
             return [*found, Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {self.fit.residual:.1%} of it")]
+        if self.fit.unknown and self.fit.residual > 5e-3:
+            return [*found, Finding(FORWARD, "of which tokens, other probes tell")]
         shifted = [finding for finding in self._extra() if finding.kind in (NOT_SHIFTED, SHIFTED_TWICE)]
         if shifted and not self.kept:
             return [*found, *self._contexts(), *shifted]
@@ -132,13 +136,13 @@ class Judge:
         ranks = {each: {rank[n] for n in self.tokens.of(each) if n in rank} for each in self.documents}
         least = min(place[number] for number in unknown)
         first = {n: next(number for number in row if number >= 0) for n, (_, row) in enumerate(self.calls) if max(row) >= 0}
-        start = min(unknown)
+        edge = max((n for n in range(1, min(unknown) + 1) if rank.get(n, 0) != rank.get(n - 1, 0)), default=len(place))
         rules: dict[str, Callable[[int], bool]] = {
             ORDER: lambda n: True,
             SCORES: lambda n: place[n] > 0,
             EXCHANGE: lambda n: any(rank[n] != rank[m] for m in range(n - place[n], n)),
             SPLIT: lambda n: len(ranks[document[n]]) > 1,
-            EDGE: lambda n: n >= start and rank.get(start - 1, rank[start]) != rank[start],
+            EDGE: lambda n: n >= edge,
             "documents of a row are mixed": lambda n: document[n] != document[first[at[n][2]]],
             REACH: lambda n: place[n] >= least,
         }
