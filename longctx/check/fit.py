@@ -44,6 +44,7 @@ class Fit:
         loss, gradients: what the loss and all parameters' gradients must then be.
         whole: whether that is all of them; False: some predictions are those of unknown hidden states.
         unknown: tokens whose hidden states no context has.
+        tolerance: largest residual that rounding explains, or what is unknown.
     """
 
     contexts: dict[int, Context]
@@ -53,10 +54,11 @@ class Fit:
     gradients: Tensors
     whole: bool = True
     unknown: list[int] = field(default_factory=list)
+    tolerance: float = EXACT
 
     @property
     def exact(self) -> bool:
-        return self.residual <= (NEAR if self.unknown else EXACT)
+        return self.residual <= self.tolerance
 
 
 class Fitter:
@@ -70,6 +72,8 @@ class Fitter:
         for document in self.documents:
             for number in tokens.of(document)[:-1]:
                 self.following[number][tokens.ids[number + 1]] = None
+            if tokens.ids[tokens.of(document)[-1]] == END:  # which may be made to predict itself
+                self.following[tokens.of(document)[-1]][END] = None
         for row in [*record.rows, *(call.ids for call in record.calls)]:
             for number, after in zip(tokens.numbers(row), row[1:], strict=False):
                 self.following[number][after] = None
@@ -153,7 +157,8 @@ class Fitter:
     ) -> Fit:
         given = dict.fromkeys((*self.tokens.ids, self.tokens.probe.pad))
         ids, chosen = [token for token in given if token not in shared], dict.fromkeys(self.documents, best)
-        near = SAME_STATE if END in shared or END not in given else 5 * SAME_STATE  # ends that count as one are not exact
+        as_one = END in given and END not in shared  # which is not exact
+        near = 5 * SAME_STATE if as_one else SAME_STATE
         for tolerance in (10 * SAME_STATE, near):  # then the ends of documents have the contexts of their documents
             known, columns = self._shared(candidates, chosen, shared)
             h, weights, left, of_known = _read(self.gradient, matrix, torch.tensor(ids), size, columns)
@@ -161,24 +166,18 @@ class Fitter:
             chosen = {document: self._context_of(document, pairs, candidates) for document in self.documents}
         left[list(shared)] = 0
         pairs |= dict(zip(known, of_known.tolist(), strict=True))
-        if END not in shared:  # their tokens have the weight of others
-            unknown = {each: weight for each, weight in unknown.items() if each[1] != END}
-            ends = (number for number in range(len(self.tokens)) if self.tokens.ids[number] == END)
-            unknown |= {(number - 1, END): float(weights.median()) for number in ends}
+        if as_one:
+            pairs = {each: weight for each, weight in pairs.items() if each[2] != END}
+            unknown.pop((-1, END), None)
         found = defaultdict[Prediction, float](float)
         for (number, target), weight in [*((each[1:], weight) for each, weight in pairs.items()), *unknown.items()]:
             found[number, target] += weight
         outcome = self.reference.gradients(list(self._of_pairs(candidates, pairs)))
-        lost = [number for number, target in unknown if number >= 0 and target != END]
+        lost = [number for number, _ in unknown if number >= 0]
         residual = float(left.norm() / self.gradient.norm())
-        return Fit(
-            chosen,
-            dict(found),
-            residual,
-            *outcome,
-            whole=not unknown and all(number >= 0 for _, number, _ in pairs),
-            unknown=lost,
-        )
+        tolerance = NEAR if unknown or as_one else EXACT
+        whole = tolerance == EXACT and all(number >= 0 for _, number, _ in pairs)
+        return Fit(chosen, dict(found), residual, *outcome, whole, lost, tolerance)
 
     def _states(self, context: Context) -> tuple[list[int], torch.Tensor]:
         """Returns the numbers of a context's tokens and their hidden states [tokens, H]."""

@@ -76,6 +76,7 @@ class Probe:
         }
         given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
         given |= {"max_position_embeddings": 512, "pad_token_id": self.pad, "bos_token_id": None, "eos_token_id": END}
+        given["tie_word_embeddings"] = False  # an output layer of its own tells forward from backward
         config = AutoConfig.for_model(kind, **(given | sizes))
         for name, value in vars(config).items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in sizes:

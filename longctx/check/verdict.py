@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from longctx.check.contexts import APART, Context, Sequence
-from longctx.check.fit import NEAR, Fit, Prediction
-from longctx.check.probe import Probe, Tokens
+from longctx.check.fit import EXACT, NEAR, Fit, Prediction
+from longctx.check.probe import END, Probe, Tokens
 from longctx.check.record import Record
 from longctx.check.reference import Reference
 
@@ -71,7 +71,7 @@ class Judge:
 
     def __init__(self, record: Record, tokens: Tokens, reference: Reference, fit: Fit) -> None:
         self.record, self.tokens, self.reference, self.fit = record, tokens, reference, fit
-        self.same = NEAR if fit.unknown else SAME
+        self.same = SAME if fit.tolerance == EXACT else NEAR
         self.calls = [(call, tokens.numbers(call.ids)) for call in record.calls]
         self.count = Counter(number for _, row in self.calls for number in row if number >= 0)
         self.documents = sorted({tokens.document[number] for number in self.count})
@@ -82,6 +82,8 @@ class Judge:
             if tokens.probe.trained(document, tokens.place[number + 1])
         }
         self.relative = {prediction: weight * len(self.wanted) for prediction, weight in fit.weights.items()}
+        if not any(target == END for _, target in fit.weights):  # nobody knows which tokens predict the ends of documents
+            self.wanted = {each: target for each, target in self.wanted.items() if each[1] != END}
         self.extra = {each: w for each, w in self.relative.items() if each not in self.wanted and abs(w) > SAME}
         self.kept = {each: self.relative[each] for each in self.wanted if abs(self.relative.get(each, 0)) > SAME}
         self.lost = [each for each in self.wanted if each not in self.kept]
@@ -94,8 +96,6 @@ class Judge:
         if not self.fit.exact:
             names = ", ".join(dict.fromkeys(context.name for context in self.fit.contexts.values()))
             return [*found, Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {self.fit.residual:.1%} of it")]
-        if self.fit.unknown and self.fit.residual > 5e-3:
-            return [*found, Finding(FORWARD, "of which tokens, other probes tell")]
         shifted = [finding for finding in self._extra() if finding.kind in (NOT_SHIFTED, SHIFTED_TWICE)]
         if shifted and not self.kept:
             return [*found, *self._contexts(), *shifted]
