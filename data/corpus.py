@@ -75,10 +75,10 @@ class SourceCounts:
 
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
-    formats: dict[str, int] = field(default_factory=dict)
+    formats: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
     untrained: int = 0
-    unused: dict[str, int] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,12 @@ class Corpus:
         counts = counts if counts is not None else SourceCounts()
         taken = size = 0
         for document in self._records(counts):
-            for key in document.unused:
-                counts.unused[key] = counts.unused.get(key, 0) + 1
+            counts.unused.update(document.unused)
             if document.is_empty or not document.has_loss:
                 counts.empty += document.is_empty
                 counts.untrained += not document.is_empty
                 continue
-            counts.formats[document.format] = counts.formats.get(document.format, 0) + 1
+            counts.formats[document.format] += 1
             yield document
             size += document.bytes if self.max_bytes is not None else 0
             taken += 1

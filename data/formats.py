@@ -24,7 +24,7 @@ from typing import Any
 from longctx.data.chat import ChatError, Message
 from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
-from longctx.data.weights import TokenWeights, is_weight
+from longctx.data.tokenizer import TokenWeights, is_weight
 from longctx.errors import shortened
 
 TOKEN_IDS = "token-ids"
