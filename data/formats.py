@@ -270,7 +270,7 @@ def _instruction(record: dict[str, Any]) -> str:
 
 def _history(record: dict[str, Any]) -> list[Message]:
     """Returns the questions and answers before the last question."""
-    history = json_in("`history`", record.get("history") or [])
+    history = _listing(record, "history")
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in history
     ):
@@ -288,14 +288,20 @@ def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:
 
 def _tools(record: dict[str, Any], key: str) -> list[Any] | None:
     """Returns the descriptions of tools; OpenAI's older `functions` lack the outer object."""
-    value = json_in(f"`{key}`", record.get(key) or None)
-    if not value:
-        return None
+    value = _listing(record, key)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ChatError(f"`{key}` must be a list of objects, one per tool, or its JSON")
-    if key == "tools" and record.get("functions"):
+    if value and key == "tools" and record.get("functions"):
         raise ChatError("the record has both `tools` and `functions`: remove one of the two")
-    return [tool if key == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in value]
+    functions = [tool if key == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return functions or None
+
+
+def _listing(record: dict[str, Any], key: str) -> Any:
+    """Returns a value of a record, or what its JSON says; an empty list if there is none."""
+    value = record.get(key)
+    value = None if value == "" else json_in(f"`{key}`", value)
+    return [] if value in (None, {}) else value
 
 
 def _weight(value: Any) -> float:

@@ -130,6 +130,8 @@ def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [call("f", a="\ud800")]}]}, "surrogate"),
         ({"messages": [ASKED, ANSWERED], "tools": "{}x"}, "`tools` is not JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": ["add"]}, "`tools` must be a list of objects"),
+        ({"messages": [ASKED, ANSWERED], "tools": 0}, "`tools` must be a list of objects"),
+        ({"prompt": "x", "completion": "y", "history": False}, "`history` must be a list of questions and answers"),
         ({"prompt": "x", "completion": 3}, "message 0 has role None|must be a list"),
         ({"prompt": "x", "completion": True}, "`completion` is True: it must be a list with at least one message"),
         ({"messages": {"role": ["user"], "content": ["x"]}}, "`messages` is {'role': .*: it must be a list with"),
