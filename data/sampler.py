@@ -193,7 +193,7 @@ class Sampler:
 
     def state(self, cursor: int) -> dict[str, Any]:
         """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece."""
-        return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
+        return {"cursor": cursor, "epoch": cursor // self.pieces, "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
         """Returns the cursor of a saved `state`."""
@@ -203,10 +203,6 @@ class Sampler:
         """Returns the only entry of `cursors`, or if that is None, the first cursor of the only epoch in `epochs`."""
         (cursor,), (epoch,) = cursors, epochs
         return epoch * self.pieces if cursor is None else cursor
-
-    def epoch(self, cursor: int) -> int:
-        """Returns the number of complete epochs before `cursor`."""
-        return cursor // self.pieces
 
     def _piece(self, cursor: int) -> Piece:
         epoch, place = divmod(cursor, self.pieces)
