@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
-from longctx.data.weights import TokenWeights, token_weights
+from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
 from longctx.errors import UserError
 
 CHATML = (

@@ -48,6 +48,7 @@ _ENDINGS = """
 """
 TEXT_ENDINGS = frozenset(f".{ending}" for ending in _ENDINGS.split())
 """Endings of files that are one text each."""
+PLAIN = (".txt", ".text")
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -74,10 +75,10 @@ class SourceCounts:
 
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
-    formats: dict[str, int] = field(default_factory=dict)
+    formats: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
     untrained: int = 0
-    unused: dict[str, int] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,12 @@ class Corpus:
         counts = counts if counts is not None else SourceCounts()
         taken = size = 0
         for document in self._records(counts):
-            for key in document.unused:
-                counts.unused[key] = counts.unused.get(key, 0) + 1
+            counts.unused.update(document.unused)
             if document.is_empty or not document.has_loss:
                 counts.empty += document.is_empty
                 counts.untrained += not document.is_empty
                 continue
-            counts.formats[document.format] = counts.formats.get(document.format, 0) + 1
+            counts.formats[document.format] += 1
             yield document
             size += document.bytes if self.max_bytes is not None else 0
             taken += 1
@@ -169,7 +169,7 @@ class Corpus:
 
     def _separated(self, file: Path, text: str, counts: SourceCounts) -> Iterator[Document]:
         """Yields the documents of a text file; a line break beside a separator is part of it."""
-        found = next((end for end in self.ends if end in text), "") if file.suffix.lower() in (".txt", ".text") else ""
+        found = next((end for end in self.ends if end in text), "") if file.suffix.lower() in PLAIN else ""
         separator = found if self.separator is None else self.separator
         pieces = re.split(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?", text) if separator else [text]
         name, size = self._name(file), file.stat().st_size
@@ -289,11 +289,14 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
 
 def _records_and_texts(source: str, root: Path, files: list[Path], split: str | None, not_read: Counter[str]) -> list[Path]:
     """Returns the files to read: texts by their endings, and the records of one split. Counts the others in `not_read`."""
-    records = (file for file in files if ending_of(file) in READERS and not file.stem.lower().startswith("dataset_info"))
-    named = {file: _named_splits(file, root) for file in records}
+    records = {file for file in files if ending_of(file) in READERS and not file.stem.lower().startswith("dataset_info")}
+    whole = (file for file in files if file.suffix.lower() in PLAIN and file.stem.lower() in SPLITS)  # train.txt, valid.txt
+    named = {file: _named_splits(file, root) for file in (*records, *whole)}
+    if all(kind != "train" for kind, _ in named.values()):
+        named = {file: each if all(each) else ("train", "train") for file, each in named.items()}
     own = (split or "train") in {name for _, name in named.values()}
     split_of = {file: names[own] for file, names in named.items()}
-    splits, names = {*split_of.values()}, sorted({name for each in named.values() for name in each})
+    splits, names = {*split_of.values()}, sorted({name for each in named.values() for name in each if name})
     chosen = _chosen(source, split, names) if len(splits) > 1 or split is not None else "".join(splits)
     several = sorted({name for kind, name in named.values() if kind == chosen})
     if split is None and not own and len(several) > 1:
@@ -301,10 +304,10 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
     read = []
     for file in files:
         if split_of.get(file, chosen) != chosen:
-            not_read[f"split {split_of[file]}"] += 1
+            not_read[f"split {split_of[file]}" if split_of[file] else "no split in the name, beside train"] += 1
         elif file in split_of:
             read.append(file)
-        elif split_of and (file.suffix.lower() not in (".txt", ".text", ".md") or _ABOUT.match(file.name)):
+        elif records and (file.suffix.lower() not in (*PLAIN, ".md") or _ABOUT.match(file.name)):
             not_read[f"{file.name if _ABOUT.match(file.name) or not file.suffix else file.suffix} beside records"] += 1
         elif file.suffix.lower() in TEXT_ENDINGS:
             read.append(file)
@@ -314,9 +317,9 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
 
 
 def _named_splits(file: Path, root: Path) -> tuple[str, str]:
-    """Returns the split of a file of records, and its own name: train and train_sft of `train_sft/a.parquet`."""
+    """Returns the split of a file, and its own name: train and train_sft of `train_sft/a.parquet`; empty if it has none."""
     shard = _SHARD.match(file.name) if file.parent.name == "data" else None
-    own, word = [("train", ""), *_SPLIT.findall(str(file.relative_to(root)))][-1]
+    own, word = [("", ""), *_SPLIT.findall(str(file.relative_to(root)))][-1]
     name = shard[1] if shard else own.rstrip("_0123456789")
     return SPLITS.get(word.lower(), name), SPLITS.get(name.lower(), name)
 

@@ -12,11 +12,11 @@ from longctx.data.formats import Document
 from longctx.data.left_out import EMPTY, left_out
 from longctx.data.markup import Marked, Markup
 from longctx.data.messages import leaves
+from longctx.data.request import StoreRequest
 from longctx.data.sampler import TRUNCATED
-from longctx.data.template import Rendered, Template
+from longctx.data.template import Rendered
 from longctx.data.token_ids import Ids
-from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
-from longctx.data.weights import TokenWeights, token_weights
+from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
 
 
 class EncodedDocument(NamedTuple):
@@ -44,29 +44,18 @@ class EncodedDocument(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Turns documents into rows.
+    """Turns documents into rows, as a request says, in `workers` threads (None: one per core).
 
-    Args:
-        tokenizer: tokenizer of texts, and of conversations in ChatML.
-        begin: tokens put before every text.
-        template: chat template of a checkpoint; None: ChatML.
-        train_on: parts of conversations to train on, see `TRAIN_ON`.
-        max_length: maximum number of tokens of a conversation, or of token ids with a mask; None: no limit.
-        long_documents: what happens to longer ones: error, drop, truncate_left (keeps the end) or truncate_right.
-        special_as_text: whether special tokens in texts and messages are characters; a template's conversations are refused.
-        workers: number of threads; None: one per core.
+    `tokenizer` is that of texts, and of conversations in ChatML.
     """
 
     tokenizer: Tokenizer
-    begin: TokenArray
-    template: Template | None = None
-    train_on: str = "assistant"
-    max_length: int | None = None
-    long_documents: str = "error"
-    special_as_text: bool = False
+    request: StoreRequest
     workers: int | None = None
 
     def __post_init__(self) -> None:
+        self.template, known = self.request.template, self.request.pretrained
+        self.begin = np.zeros(0, self.tokenizer.dtype) if known is None else known.begin
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
         self._markup = self.template.markup if self.template else Markup(self.tokenizer.text, self.tokenizer.dtype)
@@ -83,12 +72,12 @@ class Encoder:
     def _rendered(self, document: Document) -> Rendered | None:
         is_pair = document.format in ("prompt-completion", "instruction-output") and not document.first_trained
         *before, prompt, answer = document.texts if is_pair else ("", "")
-        special = [] if self.special_as_text else self._markup.special_tokens(prompt)
+        special = [] if self.request.special_as_text else self._markup.special_tokens(prompt)
         if (len({*special}) > 1 or self._begin in special) and prompt.lstrip().startswith(special[0]):  # not <image> alone
             if before or document.tools:
                 raise ChatError(f"{document.name}: the prompt is rendered, with {special[0]!r}: write system and tools into it")
             prompt = self._begin + prompt
-            spans = None if self.train_on == "all" else [(len(prompt), len(prompt + answer))]
+            spans = None if self.request.train_on == "all" else [(len(prompt), len(prompt + answer))]
             missing = ["rendering of prompts that are rendered already", *[EMPTY] * (not answer.strip())]
             return Rendered(prompt + answer, spans, missing, unended=True)
         if self.template is None:
@@ -112,7 +101,7 @@ class Encoder:
         encoded = iter(
             self.tokenizer.encode_batch(
                 [text for each, by in zip(documents, conversations, strict=True) if by is None for text in each.texts],
-                special=not self.special_as_text,
+                special=not self.request.special_as_text,
                 workers=self.workers,
             )
         )
@@ -132,17 +121,17 @@ class Encoder:
 
     def _cut(self, row: EncodedDocument) -> EncodedDocument | None:
         """Returns a row, cut if it is a conversation that is too long; None: it is dropped. Raises ChatError if it must not."""
-        limit = self.max_length
+        limit = self.request.max_length
         if limit is None or len(row.tokens) <= limit or not (row.document.messages or row.document.learned is not None):
             return row
-        if self.long_documents == "drop":
+        if self.request.long_documents == "drop":
             return None
-        if self.long_documents not in TRUNCATED:
+        if self.request.long_documents not in TRUNCATED:
             raise ChatError(
                 f"{row.document.name} has {len(row.tokens):,} tokens, more than --max-length {limit:,}: give --long-documents "
                 "drop, truncate_left (keeps the end) or truncate_right, or raise --max-length"
             )
-        span = slice(-limit, None) if self.long_documents == "truncate_left" else slice(limit)
+        span = slice(-limit, None) if self.request.long_documents == "truncate_left" else slice(limit)
         trained = None if row.trained is None else row.trained[span]
         if trained is not None and not trained[1:].any():
             return None
@@ -150,7 +139,7 @@ class Encoder:
 
     def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> EncodedDocument:
         spelled = sum(len(self._markup.special_tokens(text)) for text in leaves([document.messages, document.tools]))
-        if spelled and self.special_as_text:
+        if spelled and self.request.special_as_text:
             raise ChatError(
                 f"{document.name}: a message contains a special token, which stays one in the chat template's text: remove it, "
                 "give --chat-template chatml, which keeps it as text, or omit --special-tokens-as-text"
@@ -192,10 +181,10 @@ class Encoder:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
             weights = document.message_weights
-            turns = trained_turns(document.messages, document.first_trained, self.train_on, weights)
+            turns = trained_turns(document.messages, document.first_trained, self.request.train_on, weights)
             tokens, mask = self._chatml.join(document.messages, texts, turns, weights)
             missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
-        trained = None if self.train_on == "all" else np.append(mask, mask[-1])
+        trained = None if self.request.train_on == "all" else np.append(mask, mask[-1])
         return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, spelled, left_out=missing)

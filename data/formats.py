@@ -22,9 +22,10 @@ from itertools import chain
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages, sharegpt
+from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages
 from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
-from longctx.data.weights import TokenWeights, is_weight
+from longctx.data.tokenizer import TokenWeights, is_weight
+from longctx.errors import shortened
 
 TOKEN_IDS = "token-ids"
 WITHOUT_TEMPLATE = {"text", TOKEN_IDS}
@@ -146,10 +147,7 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
     weight = _weight(record.get("weight"))
     if kind == "text":
         column = text_column or "text"
-        text = "" if record.get(column) is None else record[column]
-        if not isinstance(text, str):
-            raise FormatError(f"{column!r} is of type {type(text).__name__}: it must be text")
-        document, used = Document(name, source_bytes, text, weight=weight), {column, "weight"}
+        document, used = Document(name, source_bytes, _as_text(column, record.get(column)), weight=weight), {column, "weight"}
     elif kind == TOKEN_IDS:
         ids, learned, used = token_ids(record)
         used |= {"weight"}
@@ -190,8 +188,8 @@ def _conversation(
     if record.get("history") and "history" not in used:
         raise FormatError("`history` is only read before an instruction or a prompt that is a text: write it into the messages")
     tools = _tools(record, "tools") or _tools(record, "functions")
-    if record.get("system"):
-        system = {"role": "system", "content": _text(record, "system")}
+    if text := _text(record, "system"):
+        system = {"role": "system", "content": text}
         if messages[0]["role"] != "system":
             messages, first = [system, *messages], first and first + 1
         elif messages[0].get("content") != system["content"]:
@@ -251,10 +249,8 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
 
 def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[str]]:
     """Returns the messages, the index of the first one that may be trained on, and the keys used."""
-    if kind == "messages":
-        return parse_messages(record["messages"]), 0, {"messages"}
-    if kind == "conversations":
-        return sharegpt(record["conversations"]), 0, {"conversations"}
+    if kind in ("messages", "conversations"):
+        return parse_messages(record[kind], kind), 0, {kind}
     answer = next(key for _, key in FORMATS[kind] if record.get(key) is not None)
     if kind == "instruction-output":
         answered = {"role": "assistant", "content": _text(record, answer)}
@@ -269,13 +265,12 @@ def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[s
 
 
 def _instruction(record: dict[str, Any]) -> str:
-    asked = _text(record, "instruction")
-    return f"{asked}\n\n{_text(record, 'input')}" if record.get("input") else asked
+    return "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))
 
 
 def _history(record: dict[str, Any]) -> list[Message]:
     """Returns the questions and answers before the last question."""
-    history = json_in("`history`", record.get("history") or [])
+    history = _listing(record, "history")
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in history
     ):
@@ -284,24 +279,29 @@ def _history(record: dict[str, Any]) -> list[Message]:
 
 
 def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:
-    """Returns a list of messages, of ShareGPT too; a text becomes one message with this role."""
-    value = [record[key]] if isinstance(record[key], dict) else record[key]
+    """Returns a list of messages; a text becomes one message with this role."""
+    value = record[key]
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    shares = isinstance(value, list) and value and isinstance(value[0], dict) and "from" in value[0]
-    return sharegpt(value) if shares else parse_messages(value, key)
+    return parse_messages([value] if isinstance(value, dict) else value, key)
 
 
 def _tools(record: dict[str, Any], key: str) -> list[Any] | None:
     """Returns the descriptions of tools; OpenAI's older `functions` lack the outer object."""
-    value = json_in(f"`{key}`", record.get(key) or None)
-    if not value:
-        return None
+    value = _listing(record, key)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ChatError(f"`{key}` must be a list of objects, one per tool, or its JSON")
-    if key == "tools" and record.get("functions"):
+    if value and key == "tools" and record.get("functions"):
         raise ChatError("the record has both `tools` and `functions`: remove one of the two")
-    return [tool if key == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in value]
+    functions = [tool if key == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return functions or None
+
+
+def _listing(record: dict[str, Any], key: str) -> Any:
+    """Returns a value of a record, or what its JSON says; an empty list if there is none."""
+    value = record.get(key)
+    value = None if value == "" else json_in(f"`{key}`", value)
+    return [] if value in (None, {}) else value
 
 
 def _weight(value: Any) -> float:
@@ -313,6 +313,11 @@ def _weight(value: Any) -> float:
 
 
 def _text(record: dict[str, Any], key: str) -> str:
-    if not isinstance(value := listed(f"`{key}`", record[key]), str):
-        raise FormatError(f"{key!r} is of type {type(value).__name__}: it must be text; messages go into `messages`")
-    return value
+    return _as_text(key, listed(f"`{key}`", record.get(key)))
+
+
+def _as_text(key: str, value: Any) -> str:
+    """Returns a text of a record; an empty one if it is null."""
+    if not isinstance(value, str | None):
+        raise FormatError(f"{key!r} is {shortened(repr(value), 80)}: it must be text; messages go into `messages`")
+    return value or ""

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.merging import Merging
+from longctx.data import IGNORED_LABEL
 from longctx.data.mixture import make_steps
 from longctx.data.packing import StepBatch, pack, pack_documents
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
-from longctx.data.trees import Merged
+from longctx.data.trees import Merged, merge_prefixes
 from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
@@ -35,6 +35,11 @@ _WAYS_OUT = {
 
 Planner = Callable[..., Plan]
 """Makes the plan of a step from the lengths of its documents, and from `trees` if there are any."""
+Merging = Callable[[Store, Sequence[Piece]], Merged | None]
+"""Merges the documents of a step that begin alike, see `merge_pieces`."""
+LEAST_SHARE = 8
+"""Documents are merged if they share at least one part in so many of their mean length: trees have a price, as all of one must
+be in the same micro-batch, and a chat template or a system prompt is common to all documents of a store."""
 
 
 class LoaderError(UserError):
@@ -214,9 +219,26 @@ def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def merge_pieces(store: Store, pieces: Sequence[Piece], most_tokens: int, tokens_per_rank: int) -> Merged | None:
+    """Returns the documents that the pieces of a step are merged to; None if no two of them are. Reads all pieces.
+
+    `most_tokens` and `tokens_per_rank` are as in `merge_prefixes`.
+    """
+    assert not store.weighted, "weights of tokens may differ where documents are alike"
+    read = [store.tokens(piece.document, piece.start, piece.stop) for piece in pieces]
+    merged = merge_prefixes(
+        [tokens for tokens, _ in read],
+        [np.where(trained, tokens, IGNORED_LABEL) for tokens, trained in read],
+        most_tokens=most_tokens,
+        tokens_per_rank=tokens_per_rank,
+        least_shared=sum(piece.length for piece in pieces) // (LEAST_SHARE * len(pieces)),
+    )
+    return merged if merged.trees else None
+
+
 def plan_step(store: Store, pieces: Sequence[Piece], planner: Planner, merging: Merging | None) -> tuple[Plan, Merged | None]:
     """Returns the plan of a step over `pieces`, and the documents that they were merged to, if so. Raises PlanError."""
-    merged = None if merging is None else merging.of(store, pieces)
+    merged = None if merging is None else merging(store, pieces)
     lengths = [piece.length for piece in pieces] if merged is None else merged.lengths
     options: dict[str, Any] = {} if merged is None else {"trees": merged.trees}
     plan = planner(lengths, **options)

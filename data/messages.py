@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from longctx.data.chat import ROLES, ChatError, Message
-from longctx.errors import UserError
+from longctx.data.chat import ChatError, Message
+from longctx.errors import UserError, shortened
 
 CALLS = ("function_call", "tool_call")
 """Roles of messages that are a tool call in JSON."""
@@ -19,6 +19,7 @@ SPEAKERS = {
     "developer": "developer",
 }
 """Role of each speaker, in lower case."""
+SHAREGPT = {"from": "role", "value": "content"}
 BY_ONE_CALL = "by longctx.trainers.dynamic_context_parallel (docs/trainers.md)"
 WITH_IMAGES = f"train conversations with images or videos inside TRL's SFTTrainer, {BY_ONE_CALL}"
 
@@ -38,40 +39,23 @@ def parse_messages(value: Any, key: str = "messages") -> list[Message]:
     """
     value = json_in(f"`{key}`", value)
     if not isinstance(value, list) or not value:
-        raise ChatError(f"`{key}` must be a list with at least one message")
+        raise ChatError(f"`{key}` is {shortened(repr(value), 80)}: it must be a list with at least one message")
     return [_message(index, item) for index, item in enumerate(value)]
 
 
-def sharegpt(value: Any) -> list[Message]:
-    value = json_in("`conversations`", value)
-    if not isinstance(value, list) or not value:
-        raise ChatError("`conversations` must be a list with at least one message")
-    messages: list[Message] = []
-    for index, item in enumerate(value):
-        if isinstance(item, dict) and "role" in item:
-            messages.append(_message(index, item))
-            continue
-        speaker, text = (item.get("from"), item.get("value")) if isinstance(item, dict) else (None, None)
-        if not isinstance(speaker, str) or speaker.lower() not in SPEAKERS:
-            raise ChatError(f"message {index} is from {speaker!r}: it must be one of {', '.join(SPEAKERS)}")
-        if not isinstance(text, str):
-            raise ChatError(f"message {index} has a value of type {type(text).__name__}: it must be text")
-        others = {key: part for key, part in item.items() if key not in ("from", "value")}
-        messages.append(_message(index, {**others, "role": speaker, "content": text}, "value"))
-    return messages
-
-
-def _message(index: int, item: Any, content_key: str = "content") -> Message:
-    role = item.get("role") if isinstance(item, dict) else None
-    if not isinstance(role, str) or not role:
-        raise ChatError(f"message {index} has role {role!r}: it must be a text, such as {', '.join(ROLES)}")
-    message = {key: value for key, value in item.items() if value is not None}
+def _message(index: int, item: Any) -> Message:
+    given = {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else {}
+    names = {name: key for name, key in SHAREGPT.items() if key not in given}
+    message = {names.get(key, key): value for key, value in given.items()}
+    role = message.get("role")
+    if not isinstance(role, str) or not role or ("role" not in given and role.lower() not in SPEAKERS):
+        raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(SPEAKERS)}")
     message["role"] = SPEAKERS.get(role.lower(), role)
     content = message.get("content")
     if isinstance(content, list):
         content = message["content"] = _joined(index, content)
     if role.lower() in CALLS and isinstance(content, str):
-        calls = json_in(f"`{content_key}` of message {index}", message.pop("content"))
+        calls = json_in(f"the tool call of message {index}", message.pop("content"))
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     elif message.get("function_call") and not message.get("tool_calls"):
         message["tool_calls"] = [message.pop("function_call")]
@@ -83,7 +67,9 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     else:
         message.pop("tool_calls", None)
     if not isinstance(message.get("content", None if not calls else ""), str):
-        raise ChatError(f"message {index} has content of type {type(content).__name__}: it must be text")
+        raise ChatError(
+            f"message {index} has the content {shortened(repr(content), 80)}: it must be a text; write an object as its JSON"
+        )
     return message
 
 
@@ -104,7 +90,8 @@ def _joined(index: int, parts: list[Any]) -> Parts:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            way_out = WITH_IMAGES if kind in ("image", "image_url", "video") else "only text is supported"
+            way_out = 'it must be {"type": "text", "text": ".."}'
+            way_out = WITH_IMAGES if kind in ("image", "image_url", "video") else way_out
             raise ChatError(f"message {index} has a part of type {kind!r} in its content: {way_out}")
     return Parts.of(parts)
 

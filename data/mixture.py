@@ -6,13 +6,14 @@ like the cursor of `Sampler`, it is independent of ranks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from longctx.data.sampler import MOST_EPOCHS, Piece, Sampler, SamplerError, Steps, held_out
+from longctx.data.sampler import MOST_EPOCHS, Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Source, Store
 
 Place = tuple[int, int]
@@ -27,27 +28,28 @@ def make_steps(
     max_length: int,
     long_documents: str | None,
     held_out_share: float,
-) -> Steps:
+) -> "Steps":
     """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
     left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
-    cut: dict[str, Any] = {"seed": seed, "max_length": max_length, "long_documents": long_documents}
-    cut["has_targets"] = store.has_targets
-    if len(store.sources) > 1:
-        return Mixture(store, global_tokens=global_tokens, left_out=left_out, **cut)
-    return Sampler(
+    sampler = partial(
+        Sampler,
         store.lengths,
-        global_tokens=global_tokens,
+        seed=seed,
+        max_length=max_length,
+        long_documents=long_documents,
         name=store.name,
-        left_out=left_out,
         partly=store.partly_trained,
-        **cut,
+        has_targets=store.has_targets,
     )
+    if len(store.sources) > 1:
+        return Mixture(store, sampler, left_out, global_tokens)
+    return sampler(global_tokens=global_tokens, left_out=left_out)
 
 
 class Mixture:
-    """Steps over several stores.
+    """Steps over several stores, of at least `global_tokens` tokens each; documents are numbered across all stores.
 
-    Takes the arguments of `Sampler`; documents are numbered across all stores.
+    `make_sampler` makes the steps of one store; no step takes the documents that are `left_out`, bool `[documents]`.
 
     Attributes:
         sources: the stores.
@@ -56,33 +58,15 @@ class Mixture:
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        global_tokens: int,
-        seed: int,
-        max_length: int,
-        long_documents: str | None,
-        left_out: npt.NDArray[np.bool_],
-        has_targets: Any = None,
+        self, store: Store, make_sampler: Callable[..., Sampler], left_out: npt.NDArray[np.bool_], global_tokens: int
     ) -> None:
         def make(source: Source) -> Sampler:
             others = np.ones(len(store), np.bool_)
             documents = slice(source.documents.start, source.documents.stop)
             others[documents] = left_out[documents]
+            stream = np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist()
             try:
-                return Sampler(
-                    store.lengths,
-                    global_tokens=1,
-                    seed=seed,
-                    max_length=max_length,
-                    long_documents=long_documents,
-                    name=store.name,
-                    left_out=others,
-                    partly=store.partly_trained,
-                    has_targets=has_targets,
-                    stream=np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist(),
-                )
+                return make_sampler(global_tokens=1, left_out=others, stream=stream)
             except SamplerError as error:
                 raise SamplerError(f"store {source.path}: {error}") from error
 
@@ -94,7 +78,7 @@ class Mixture:
         ]
         self.shares = [weight / math.fsum(weights) for weight in weights]
         self._global_tokens = global_tokens
-        self.start = ((0, 0),) * len(self.samplers)
+        self.start: Any = ((0, 0),) * len(self.samplers)
         for source, sampler, share in zip(store.sources, self.samplers, self.shares, strict=True):
             if share * global_tokens > MOST_EPOCHS * sampler.tokens:
                 raise SamplerError(
@@ -136,6 +120,13 @@ class Mixture:
         return tuple(zip(map(int, state["cursor"]), map(int, state["taken"]), strict=True))
 
     def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:
-        """Returns the cursor that continues every store, as in `Steps.resume_cursor`; shares count from there."""
+        """Returns the cursor that continues each store at its entry of `cursors`, or if that is None, begins its epoch.
+
+        Shares count from there.
+        """
         places = zip(self.samplers, cursors, epochs, strict=True)
         return tuple((sampler.resume_cursor([place], [epoch]), 0) for sampler, place, epoch in places)
+
+
+Steps = Sampler | Mixture
+"""The documents of each step, as a function of a cursor."""

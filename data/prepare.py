@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from longctx import tokenizer_files
 from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
@@ -31,7 +29,6 @@ from longctx.data.writer import SUMS, Part, Progress, write_dataset_files, write
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
-ENCODING = ("template", "train_on", "max_length", "long_documents", "special_as_text")
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
@@ -125,14 +122,8 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     pretrained = request.pretrained
     if pretrained is not None:
         _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
-    encoder = Encoder(
-        tokenizer,
-        np.zeros(0, tokenizer.dtype) if pretrained is None else pretrained.begin,
-        workers=workers,
-        **{name: getattr(request, name) for name in ENCODING},
-    )
     counts = SourceCounts()
-    parts = write_parts(folder, request.corpus, encoder, counts, progress=progress)
+    parts = write_parts(folder, request.corpus, Encoder(tokenizer, request, workers), counts, progress=progress)
     _check_targets(request.corpus, counts, parts, request.max_length)
     conversations = bool(set(counts.formats) - WITHOUT_TEMPLATE)
     if request.given is None and TOKEN_IDS in counts.formats:
@@ -273,10 +264,10 @@ def _manifest(
         files={name: file.stat().st_size for name, file in files.items()},
         checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
         unknown_name=next((part.unknown_name for part in parts if part.unknown_name), ""),
-        formats=counts.formats,
+        formats=dict(counts.formats),
         noted=dict(counts.noted),
         untrained_documents=counts.untrained,
-        unused=counts.unused,
+        unused=dict(counts.unused),
         left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
         lightest=min(part.lightest for part in parts),

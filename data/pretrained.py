@@ -75,6 +75,13 @@ class Pretrained:
                 f"the tokenizer of {name} ({type(loaded).__name__}) does not use the `tokenizers` library: "
                 "give a checkpoint with a tokenizer.json"
             )
+        if loaded.split_special_tokens:
+            raise TokenizerError(
+                f"the tokenizer of {name} has split_special_tokens, by which transformers reads marks of its chat template as "
+                "characters: remove it from tokenizer_config.json; --special-tokens-as-text is for special tokens in texts"
+            )
+        backend.no_padding()  # which a tokenizer.json may ask for
+        backend.no_truncation()
         ends = _generation_ends(folder, loaded)
         end = end_of_document or loaded.eos_token or next(iter(ends), None)
         try:

@@ -17,9 +17,6 @@ from longctx.data.messages import FormatError, parse_json, without_nulls
 from longctx.data.token_ids import IDS_KEYS
 from longctx.errors import UserError, brief
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
 MEGATRON = (".idx", ".bin")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 """Compression by the last ending of a file of lines or JSON."""
@@ -89,13 +86,11 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     for number, line in enumerate(_lines(file), start=1):
-        line = line.removeprefix(BYTE_ORDER_MARK)  # of several files in a row, each may begin with one
-        if not line.strip():
+        text = _decoded(line, f"{file}:{number}")  # of several files in a row, each may begin with a byte-order mark
+        if not text.strip():
             continue
         try:
-            record = parse_json(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
+            record = parse_json(text)
         except FormatError as error:
             raise CorpusError(f"{file}:{number}: {error}") from error
         if not isinstance(record, dict):
@@ -105,7 +100,7 @@ def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
 
 def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
-    text = _decoded(file)
+    text = _decoded(b"".join(_lines(file)), str(file))
     try:
         content = parse_json(text)
     except FormatError as error:
@@ -145,8 +140,8 @@ def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[
 def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
-    stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if ending_of(file) == ".tsv" else "excel"
-    table = csv.DictReader(stream, dialect=dialect, strict=True)
+    stream = io.StringIO(_decoded(b"".join(_lines(file)), str(file)), newline="")
+    table = csv.DictReader(stream, delimiter="\t" if ending_of(file) == ".tsv" else ",", strict=True)
     try:
         rows: list[dict[str, Any]] = list(table)
     except csv.Error as error:
@@ -171,11 +166,12 @@ def _cell(key: str, cell: str) -> Any:
         return cell
 
 
-def _decoded(file: Path) -> str:
+def _decoded(content: bytes, where: str) -> str:
     try:
-        return b"".join(_lines(file)).decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{file}: not UTF-8 at byte {error.start}") from error
+        wrong = f"{where}: not UTF-8 at byte {error.start}, which is {content[error.start]:#x}"
+        raise CorpusError(f"{wrong}: save the file in UTF-8 (iconv -f ENCODING -t UTF-8)") from error
 
 
 def read_parquet(file: Path, name: str, columns: Columns) -> Iterator[Record]:

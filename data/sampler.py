@@ -13,7 +13,7 @@ so the cursor before a step is all that is needed to repeat it, on any number of
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,35 +57,6 @@ def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
     """
     below = int(share * 2**64)
     return np.fromiter((int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names), np.bool_)
-
-
-class Steps(Protocol):
-    """The documents of each step, as a function of a cursor."""
-
-    @property
-    def start(self) -> Any:
-        """Cursor of the first step."""
-
-    def step(self, cursor: Any) -> tuple[tuple[Piece, ...], Any]:
-        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
-
-    def state(self, cursor: Any) -> dict[str, Any]:
-        """Returns a cursor as plain JSON data, with how documents are cut: see `Sampler.state`."""
-
-    def cursor(self, state: dict[str, Any]) -> Any:
-        """Returns the cursor of a saved `state`."""
-
-    def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> Any:
-        """Returns the cursor that continues each store at its entry of `cursors`, or if that is None, begins its epoch."""
-
-
-def first_lengths(steps: Steps, count: int) -> list[list[int]]:
-    """Returns the lengths of the pieces of the first `count` steps."""
-    lengths, cursor = [], steps.start
-    for _ in range(count):
-        pieces, cursor = steps.step(cursor)
-        lengths.append([piece.length for piece in pieces])
-    return lengths
 
 
 def _check_settings(global_tokens: int, seed: int, max_length: int, long_documents: str | None) -> None:
@@ -135,7 +106,7 @@ class Sampler:
     Raises SamplerError for a long document under `error`, and if no document is left.
     """
 
-    start = 0
+    start: Any = 0
 
     def __init__(
         self,
@@ -222,7 +193,7 @@ class Sampler:
 
     def state(self, cursor: int) -> dict[str, Any]:
         """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece."""
-        return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
+        return {"cursor": cursor, "epoch": cursor // self.pieces, "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
         """Returns the cursor of a saved `state`."""
@@ -232,10 +203,6 @@ class Sampler:
         """Returns the only entry of `cursors`, or if that is None, the first cursor of the only epoch in `epochs`."""
         (cursor,), (epoch,) = cursors, epochs
         return epoch * self.pieces if cursor is None else cursor
-
-    def epoch(self, cursor: int) -> int:
-        """Returns the number of complete epochs before `cursor`."""
-        return cursor // self.pieces
 
     def _piece(self, cursor: int) -> Piece:
         epoch, place = divmod(cursor, self.pieces)

@@ -29,6 +29,7 @@ _MARK = re.compile("[\U00100000-\U001018ff]")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning, of which a template knows one."""
 _TEXTS = ("content", *REASONING)
+_THOUGHT_BEGINS = re.compile(r"<think>\s*$")
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
 WAY_OUT = (
@@ -107,10 +108,10 @@ class Template:
         Raises ChatError if the template refuses the conversation, leaves an answer empty, or does not show where turns begin
         and end.
         """
-        turns = trained_turns(messages, first_trained, self._train_on, message_weights)
-        weights = [message_weights.get(turn, 1.0) for turn in turns] if message_weights else None
         for index, message in enumerate(messages):
             check_role(index, message["role"], self._texts[bool(tools)])
+        turns = trained_turns(messages, first_trained, self._train_on, message_weights)
+        weights = [message_weights.get(turn, 1.0) for turn in turns] if message_weights else None
         messages = [*map(self._with_reasoning, self._with_arguments(messages, bool(tools)))]
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
         text, spans = self._render(messages, tools, marks=marks)
@@ -258,6 +259,11 @@ class Template:
                 return None  # the template closes a tool call by text that no end of turn follows
             if head is None or tail is None:
                 return None
+            content, ends = messages[turn].get("content", ""), self.markup.special_tokens(after)
+            if not tail and ends and last[owner] + 2 == len(texts):  # only the last turn ends
+                tail = after.index(ends[0]) + len(ends[0])
+            elif not tail and after.startswith(own := content[len(content.rstrip()) :]):
+                tail = len(own)
             spans.append((places[first[owner]] - len(before) + head, places[last[owner]] + tail))
         return spans
 
@@ -272,12 +278,14 @@ class Template:
                 marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
                 prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1]
                 if before.startswith(prompt):
-                    self._prompts[key] = prompt
+                    if prompt.strip():  # not what the previous message may end with
+                        self._prompts[key] = prompt
                     return len(prompt)
                 if prompt.startswith(before):
                     return len(before)  # the prompt may add text that a finished turn lacks
-                if before.startswith(prompt.rstrip()):
-                    return len(prompt.rstrip())
+                for part in (prompt.rstrip(), _THOUGHT_BEGINS.sub("", prompt)):
+                    if before.startswith(part):
+                        return len(part)
         prompt = self._generation_prompt
         if prompt and prompt in before:
             return before.rfind(prompt) + len(prompt)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.messages import FormatError
-from longctx.data.weights import TokenWeights, are_weights, token_weights
+from longctx.data.tokenizer import TokenWeights, are_weights, token_weights
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

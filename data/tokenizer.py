@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerJson
 
 from longctx.errors import UserError
 
 TokenArray = npt.NDArray[np.integer[Any]]
+TokenWeights = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
+"""Weight of every token as a target `[tokens]`: bool if all weights are 0 or 1, otherwise float32."""
+LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
@@ -161,14 +164,14 @@ class Tokenizer:
             return list(threads.map(self._encode_one, texts))
 
     def _encode_one(self, text: str) -> TokenArray:
-        return np.array(ids_of(self._inner, text, "a text"), self.dtype)
+        return np.array(encoded(self._inner, text, "a text").ids, self.dtype)
 
     def covered(self, text: str) -> tuple[int, int]:
         """Returns how many characters of a text are not white space, and how many of these a token comes from.
 
         Normalizers and pre-tokenizers can remove text.
         """
-        (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
+        encoding = encoded(self._inner, text, "a text", offsets=True)
         seen = np.zeros(len(text), np.bool_)
         for start, stop in encoding.offsets:
             seen[start:stop] = True
@@ -190,16 +193,16 @@ class Tokenizer:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
-def ids_of(inner: TokenizerJson, text: str, kind: str) -> list[int]:
-    """Returns the token ids of a text, without special tokens around it. Raises TokenizerError naming the `kind` of text."""
+def encoded(inner: TokenizerJson, text: str, kind: str, *, offsets: bool = False) -> Encoding:
+    """Encodes a text without special tokens around it, and with `offsets`. Raises TokenizerError naming the `kind` of text."""
     try:
-        (encoding,) = inner.encode_batch_fast([text], add_special_tokens=False)
+        encode = inner.encode_batch if offsets else inner.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=False)
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(
             f"the tokenizer cannot encode {kind} that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
         ) from error
-    ids: list[int] = encoding.ids
-    return ids
+    return encoding
 
 
 def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> int | None:
@@ -260,3 +263,20 @@ def _is_bytes(content: dict[str, Any]) -> bool:
         and pre_tokenizer.get("type") == "ByteLevel"
         and not pre_tokenizer.get("add_prefix_space")
     )
+
+
+def token_weights(values: npt.ArrayLike) -> TokenWeights:
+    """Returns weights of tokens in the smaller of the two types that holds them."""
+    weights = np.asarray(values, np.float32)
+    some = weights != 0
+    return some if (weights[some] == 1).all() else weights
+
+
+def is_weight(value: Any) -> bool:
+    """Returns whether a value is 0 or a positive number that float32 holds."""
+    return isinstance(value, bool | int | float) and bool(are_weights(value))
+
+
+def are_weights(values: Any) -> Any:
+    """Returns whether a number, or each of an array, is 0 or a positive number that float32 holds."""
+    return (values == 0) | ((values >= LEAST) & (values <= MOST))

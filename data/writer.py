@@ -22,8 +22,7 @@ from longctx.data.corpus import Corpus, SourceCounts
 from longctx.data.encode import EncodedDocument, Encoder
 from longctx.data.formats import Document
 from longctx.data.store import store_schema
-from longctx.data.tokenizer import Tokenizer
-from longctx.data.weights import TokenWeights
+from longctx.data.tokenizer import Tokenizer, TokenWeights
 
 PART_TOKENS = 1 << 25  # minimum tokens per Arrow file, the unit of resuming
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 4 << 20, 1024  # text to tokenize at once, by all threads

@@ -69,15 +69,17 @@ def test_jsonl_of_texts_and_conversations(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ('{"text": ', "not JSON"),
-        ('{"text": "\udcff"}', "not UTF-8 at byte 10"),
+        ('{"text": "\udcff"}', "not UTF-8 at byte 10, which is 0xff: save the file in UTF-8 (iconv -f"),
         ('{"text": "\t"}', "not JSON: Invalid control character at column 11"),
         ("[1]", "must be an object"),
         ('{"body": "x"}', "neither 'text' nor messages, conversations, prompt"),
-        ('{"text": 3}', "'text' is of type int"),
+        ('{"text": 3}', "'text' is 3: it must be text"),
+        ('{"text": ["a", "b"]}', "'text' is ['a', 'b']: it must be text"),
+        ('{"text": NaN}', "'text' is nan: it must be text"),
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"role": 3, "content": "x"}]}', "message 0 has role 3"),
-        ('{"messages": [{"role": "user"}]}', "message 0 has content of type NoneType"),
+        ('{"messages": [{"role": "user"}]}', "message 0 has the content None: it must be a text"),
     ],
 )
 def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, says: str) -> None:
@@ -113,7 +115,7 @@ def test_dataset_on_disk(tmp_path: Path) -> None:
     dataset = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
     dataset.save_to_disk(str(tmp_path / "plain"))
     assert texts(tmp_path / "plain") == [("row:0", "one"), ("row:1", "two")]
-    with pytest.raises(CorpusError, match="'other' is of type int"):
+    with pytest.raises(CorpusError, match="'other' is 1: it must be text"):
         texts(tmp_path / "plain", text_column="other")
     with pytest.raises(CorpusError, match=r"neither 'body' nor messages, .* only text, other"):
         texts(tmp_path / "plain", text_column="body")
@@ -264,6 +266,11 @@ def test_a_folder_lists_what_it_does_not_read(tmp_path: Path) -> None:
         (["data/train.gen-00000-of-00001.parquet", "data/train.sft-00000-of-00001.parquet"], "train.sft", [1]),
         (["data/de-00000-of-00001.parquet", "data/en-00000-of-00001.parquet"], "en", [1]),
         (["de-00000-of-00001.parquet", "en-00000-of-00001.parquet"], None, [0, 1]),
+        (["train.jsonl", "holdout.jsonl", "predict-00000-of-00001.parquet"], None, [0]),
+        (["holdout.jsonl", "test.jsonl"], "train", [0]),
+        (["train.txt", "valid.txt", "test.txt", "my-test-file.txt"], None, [3, 0]),
+        (["train.txt", "valid.txt", "dev/a.jsonl"], "validation", [2, 1]),
+        (["dev.txt", "a.txt"], None, [1, 0]),
     ],
 )
 def test_files_of_one_split_are_read(tmp_path: Path, files: list[str], split: str | None, read: list[int]) -> None:
@@ -272,6 +279,8 @@ def test_files_of_one_split_are_read(tmp_path: Path, files: list[str], split: st
         file.parent.mkdir(exist_ok=True, parents=True)
         if file.suffix == ".parquet":
             pyarrow.parquet.write_table(pyarrow.table({"text": [str(number)]}), file)
+        elif file.suffix == ".txt":
+            file.write_text(str(number), "utf-8")
         else:
             write_jsonl(file, [{"text": str(number)}])
     (tmp_path / "zz-test.txt").write_text("text files have no splits", "utf-8")

@@ -35,10 +35,12 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         },
         {"messages": json.dumps([ASKED, ANSWERED]), "text": "of both, the conversation is read"},
         {"messages": [{**ASKED, "tool_calls": None, "content": "Hello"}, ANSWERED], "conversations": None},
+        {"messages": [{"from": "human", "value": "Hello"}, ANSWERED]},
     ],
     "conversations": [
         {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]},
         {"conversations": [ASKED, ANSWERED]},
+        {"conversations": [{"role": "user", "value": "Hello"}, {"from": "gpt", "content": "Hi.", "value": None}]},
     ],
     "prompt-completion": [
         {"prompt": "Hello", "completion": "Hi."},
@@ -52,6 +54,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         {"instruction": "Hello", "output": "Hi."},
         {"instruction": "Hello", "input": "", "output": "Hi.", "text": "Hello Hi."},
         {"instruction": "Hello", "response": "Hi."},
+        {"instruction": "", "input": "Hello", "output": "Hi."},
     ],
 }
 
@@ -114,9 +117,9 @@ def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
         ({"text": "x", "weight": float("inf")}, "`weight` is inf"),
         ({"text": "x", "weight": "2"}, "`weight` is '2'"),
         ({"text": "x", "weight": True}, "`weight` is True"),
-        ({"conversations": [{"from": "bot", "value": "x"}]}, "message 0 is from 'bot': it must be one of human, user, gpt"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "message 0 has a value of type int"),
-        ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "`value` of message 0 is not JSON"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "message 0 has role 'bot': it must be one of human, user, gpt"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "message 0 has the content 3: it must be a text"),
+        ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the tool call of message 0 is not JSON"),
         ({"conversations": []}, "at least one message"),
         ({"messages": "[{"}, "`messages` is not JSON"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "message 0 has a part of type 'audio'"),
@@ -127,8 +130,22 @@ def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [call("f", a="\ud800")]}]}, "surrogate"),
         ({"messages": [ASKED, ANSWERED], "tools": "{}x"}, "`tools` is not JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": ["add"]}, "`tools` must be a list of objects"),
+        ({"messages": [ASKED, ANSWERED], "tools": 0}, "`tools` must be a list of objects"),
+        ({"prompt": "x", "completion": "y", "history": False}, "`history` must be a list of questions and answers"),
         ({"prompt": "x", "completion": 3}, "message 0 has role None|must be a list"),
-        ({"instruction": "x", "output": 3}, "'output' is of type int: it must be text"),
+        ({"prompt": "x", "completion": True}, "`completion` is True: it must be a list with at least one message"),
+        ({"messages": {"role": ["user"], "content": ["x"]}}, "`messages` is {'role': .*: it must be a list with"),
+        ({"instruction": "x", "output": 3}, "'output' is 3: it must be text"),
+        ({"instruction": "x", "input": 0, "output": "y"}, "'input' is 0: it must be text"),
+        ({"messages": [ASKED, ANSWERED], "system": False}, "'system' is False: it must be text"),
+        (
+            {"messages": [ASKED, {"role": "tool", "content": {"ok": 1}}]},
+            "has the content {'ok': 1}: .* write an object as its JSON",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ["x"]}]}]},
+            "a part of type 'text' .* it must be {",
+        ),
         (
             {"prompt": "Q", "completion": str([ANSWERED])},
             "`completion` is not JSON: .*; write it in JSON, not as Python or numpy",
@@ -139,7 +156,10 @@ def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
         ),
         ({"messages": str([ASKED, ANSWERED])}, "`messages` is not JSON: .*, not as Python or numpy prints it"),
         ({"messages": [ASKED, ANSWERED], "tools": str(TOOLS)}, "`tools` is not JSON: .*, not as Python or numpy prints it"),
-        ({"instruction": json.dumps([ASKED]), "output": "x"}, "'instruction' is of type list: .* messages go into `messages`"),
+        (
+            {"instruction": json.dumps([ASKED]), "output": "x"},
+            "'instruction' is .*: it must be text; messages go into `messages`",
+        ),
         ({"instruction": "x", "output": str([ANSWERED])}, "`output` is not JSON: .*, not as Python"),
         ({"prompt": "x"}, "has neither 'text' nor messages, conversations, prompt and completion, .* only prompt"),
     ],
@@ -347,7 +367,7 @@ def test_the_command_shows_what_is_learnt(
     out = capsys.readouterr().out
     assert out.startswith("stores/my chats: written in")
     for line in (
-        "formats    2 conversations, 3 instruction-output, 6 messages, 6 prompt-completion, 1 text",
+        "formats    3 conversations, 4 instruction-output, 7 messages, 6 prompt-completion, 1 text",
         "template   ChatML, as the tokenizer has no chat template",
         "loss on    the assistant's turns of conversations",
         "weights    0.25 to 1",

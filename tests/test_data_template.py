@@ -104,16 +104,60 @@ def test_a_template_that_looks_at_contents_is_split_by_prefixes(checkpoints: dic
     [
         ("{% if loop.last %}<|im_end|>{% else %}\n{% endif %}", "twofour<|im_end|>"),
         ("{% if loop.last %}<|im_end|>{% else %}<|im_start|>{% endif %}", "twofour<|im_end|>"),
+        ("{% if loop.last %}<|endoftext|>{% else %}<|im_start|>{% endif %}", "twofour<|endoftext|>"),
         ("", "twofour<|im_end|>"),
         ("\n", "twofour\n<|im_end|>"),
     ],
-    ids=["last turn only", "another special token", "nothing", "white space"],
+    ids=["last turn only", "another special token", "no token of the checkpoint's ends", "nothing", "white space"],
 )
 def test_generation_stops_whatever_ends_a_turn(checkpoints: dict[str, Path], tmp_path: Path, end: str, shown: str) -> None:
     """Where a template does not end every turn, the end of the last one is learnt, or else that of the document."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + end + "{% endfor %}"
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     assert learnt(made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], template + prompt)) == shown
+
+
+ANSWERED = "HEAD{% generation %}ANSWER{% endgeneration %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}" + ANSWERED + "{% else %}QUESTION{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}PROMPT{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {
+            "HEAD": "<|im_start|>A",
+            "ANSWER": "{{ m.content.split('</think>')[-1] }}<|im_end|>",
+            "QUESTION": "<|im_start|>Q{{ m.content }}",
+            "PROMPT": "<|im_start|>A<think>\n",
+        },
+        {"HEAD": "", "ANSWER": "{{ m.content }}<|im_end|>", "QUESTION": "{{ m.content + '\n' }}", "PROMPT": ""},
+        {
+            "HEAD": "<|im_start|>A",
+            "ANSWER": "{{ m.content }}",
+            "QUESTION": "<|im_start|>Q{{ m.content }}",
+            "PROMPT": "<|im_start|>A",
+        },
+    ],
+    ids=["a prompt that begins a thought", "a line break before an answer", "nothing ends a turn"],
+)
+def test_the_loss_is_where_the_same_template_marks_it(
+    checkpoints: dict[str, Path], loaded: dict[str, Any], tmp_path: Path, parts: dict[str, str]
+) -> None:
+    """Whatever white space the messages begin and end with."""
+    template = ALTERNATING
+    for part, text in parts.items():
+        template = template.replace(part, text)
+    messages = chat("one", "<think>\nHm.\n</think>\n\ntwo", " a\n", "\n b \n", "x", "y")
+    given = {"chat_template": template, "return_assistant_tokens_mask": True, "return_dict": True}
+    expected = loaded["SmolLM2"].apply_chat_template(messages, **given)
+    plain = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    tokens, trained = read(made(tmp_path, [{"messages": messages}], checkpoints["SmolLM2"], plain), 0)
+    size = len(expected["input_ids"])
+    assert (tokens[:size], trained[:size]) == (expected["input_ids"], [bool(own) for own in expected["assistant_masks"]])
+    assert tokens[size:] == [loaded["SmolLM2"].eos_token_id] * (parts["ANSWER"] == "{{ m.content }}")
 
 
 def test_a_template_that_does_not_show_its_turns_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -159,13 +203,17 @@ def test_the_store_holds_what_an_export_needs(checkpoints: dict[str, Path], stor
 
 
 def test_texts_begin_and_end_as_the_checkpoint_says(tmp_path: Path) -> None:
-    """A tokenizer that begins texts with <bos>, and a generation config that names the end if the tokenizer does not."""
+    """A tokenizer that begins texts with <bos>, and pads and cuts them if asked, and a generation config that names the end if
+    the tokenizer does not."""
     folder = FAMILIES["Gemma 3"].save(tmp_path / "checkpoint", template="")
     content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     bos = next(token["id"] for token in content["added_tokens"] if token["content"] == "<bos>")
     single = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}}
     content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    padding = {"strategy": {"Fixed": 8}, "direction": "Left", "pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"}
+    content["padding"] = {**padding, "pad_to_multiple_of": None}
+    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     del config["eos_token"]
@@ -178,6 +226,9 @@ def test_texts_begin_and_end_as_the_checkpoint_says(tmp_path: Path) -> None:
     tokens = store.read(0, 0, int(store.lengths[0]))[0]
     assert (tokens[0], tokens[-1]) == (bos, turn)
     assert store.tokenizer.decode(tokens[1:-1]) == "Hello <eos>" and len(tokens) == 5, "the text's own <eos> is a token"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "split_special_tokens": True}), "utf-8")
+    with pytest.raises(TokenizerError, match=r"has split_special_tokens, by which .* remove it from tokenizer_config"):
+        prepare(open_corpus(str(source)), tmp_path / "out", tokenizer=str(folder))
 
 
 def test_a_checkpoint_without_a_template_takes_chatml_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,6 +308,8 @@ def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str,
     unmarked = "{% generation %}{% endgeneration %}{{ message['content'] + '<|im_end|>' }}"
     marked = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
     assert marked in SMOLLM2_MARKED
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 has role 'AI': it must be one of system"):
+        made(tmp_path, [{"messages": [*chat("one"), {"role": "AI", "content": "two"}]}], checkpoints["SmolLM2"])
     with pytest.raises(ChatError, match=r"s\.jsonl:1: the template marks nothing of this conversation as generated"):
         made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], SMOLLM2_MARKED.replace(marked, unmarked))
 

@@ -1,6 +1,7 @@
 """Merging in training: what documents of a step share is computed once, and the loss stays the same."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.config import ConfigError, load
 from longctx.data.corpus import open_corpus
-from longctx.data.loader import Loader
-from longctx.data.merging import Merging
+from longctx.data.loader import Loader, Merging, merge_pieces
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece
@@ -54,7 +54,7 @@ def whole_pieces(store: Store) -> list[Piece]:
 
 def test_what_is_merged(groups: Path) -> None:
     store = Store.open(groups)
-    merged = Merging(2000, 300).of(store, whole_pieces(store))
+    merged = merge_pieces(store, whole_pieces(store), 2000, 300)
     assert merged is not None
     together: dict[int, list[int]] = {}
     for sequence, (document, rows) in enumerate(merged.rows):
@@ -63,9 +63,9 @@ def test_what_is_merged(groups: Path) -> None:
         assert merged.tokens[document][rows].tolist() == tokens.tolist()
         assert merged.labels[document][rows].tolist() == labels.tolist()
     assert sorted(together.values()) == [[0, 1, 2, 3, 4, 19], [5, 6, 7, 8, 9], [10, 11, 12, 13], *([n] for n in range(14, 19))]
-    small = Merging(700, 300).of(store, whole_pieces(store))
+    small = merge_pieces(store, whole_pieces(store), 700, 300)
     assert small is not None and max(small.lengths) <= 700 and len(small.tokens) > len(merged.tokens)
-    assert Merging(2000, 300).of(store, whole_pieces(store)[14:19]) is None
+    assert merge_pieces(store, whole_pieces(store)[14:19], 2000, 300) is None
 
 
 def test_what_all_documents_share_is_not_enough(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_all_documents_share_is_not_enough(tmp_path: Path) -> None:
     records = [{"text": text_of(20) + text_of(300, seed)} for seed in range(1, 9)]
     prepare(open_corpus(str(write_jsonl(tmp_path / "s.jsonl", records))), tmp_path / "s", tokenizer="bytes")
     store = Store.open(tmp_path / "s")
-    assert Merging(5000, 300).of(store, whole_pieces(store)) is None
+    assert merge_pieces(store, whole_pieces(store), 5000, 300) is None
 
 
 def test_documents_that_share_nothing_are_planned_and_packed_as_before(tmp_path: Path, groups: Path) -> None:
@@ -86,11 +86,12 @@ def test_documents_that_share_nothing_are_planned_and_packed_as_before(tmp_path:
             return [next(loader) for _ in range(3)]
 
     store = byte_store(tmp_path, (200, 70, 410, 130, 90))
-    for ours, theirs in zip(batches(store, Merging(600, 300)), batches(store, None), strict=True):
+    merging = partial(merge_pieces, most_tokens=600, tokens_per_rank=300)
+    for ours, theirs in zip(batches(store, merging), batches(store, None), strict=True):
         assert ours.plan.hash == theirs.plan.hash and not ours.rows and ours.documents == theirs.documents
         for a, b in zip(ours.micro_batches, theirs.micro_batches, strict=True):
             assert torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels) and a.weights is None
-    alike = batches(Store.open(groups), Merging(600, 300))
+    alike = batches(Store.open(groups), merging)
     assert all(batch.plan.trees and batch.tokens > sum(batch.plan.lengths) for batch in alike)
     assert any("that begin alike" in name for name in alike[0].documents)
 

@@ -1,5 +1,6 @@
 """Images in trainers of transformers and TRL: what one plain process computes from documents one by one."""
 
+import io
 import re
 from collections.abc import Callable
 from itertools import product
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import ExifTags, Image
 
 from longctx.model.vision import VISION_FAMILIES, ImagePlace, weights_of_images
 from longctx.planning.planners.planner import make_plan
@@ -22,7 +24,7 @@ from tests.marks import slow_unless
 from tests.test_trainers import assert_equal
 from tests.test_vision_work import FREE, imbalance, operations
 from tests.trainer_cases import PROFILE
-from tests.vision_trainer_cases import MANY_IMAGES, alone, chat, finetune, picture, plan_with_images, train
+from tests.vision_trainer_cases import MANY_IMAGES, alone, chat, finetune, picture, plan_with_images, sft, train
 from tests.workers import Workers
 
 
@@ -112,6 +114,29 @@ def test_sft_with_the_collator_of_trl(
     runs = workers.run(finetune, ranks, tmp_path / "ours", model, family, True, options)
     assert_equal(runs, expected)
     assert max(runs[0]["degrees"]) >= 2
+
+
+@pytest.mark.parametrize(
+    ("family", "mark"), [("llava", "<image>"), ("qwen2_vl", "<|image_pad|>"), ("gemma3", "<start_of_image>")]
+)
+def test_images_that_a_camera_turned_and_marks_in_texts(tmp_path: Path, family: str, mark: str) -> None:
+    """An image is upright by its EXIF orientation, as in plain TRL; the mark of an image in a text needs one too."""
+    model = vision_cases.save_checkpoint(tmp_path / "model", family)
+    exif, files = Image.Exif(), (io.BytesIO(), io.BytesIO())
+    exif[ExifTags.Base.Orientation] = 6
+    picture(1, 40, 24).save(files[0], "PNG")
+    picture(1, 40, 24).transpose(Image.Transpose.ROTATE_90).save(files[1], "PNG", exif=exif)
+    upright, turned = (file.getvalue() for file in files)
+    losses = []
+    for image, dynamic in ((turned, True), (turned, False), (upright, False)):
+        trainer = sft(tmp_path, model, family, [([image], "What?"), ([], "And?")], dynamic)
+        batch = trainer.data_collator([*trainer.train_dataset])
+        losses.append(trainer.prediction_step(trainer.model, batch, True)[0].item())
+    assert losses == pytest.approx(losses[:1] * 3, abs=1e-5)
+    for images in ([], [upright]):
+        trainer = sft(tmp_path, model, family, [(images, f"What is {mark}?")], True)
+        with pytest.raises(ValueError, match=f"Found (total )?[12] {re.escape(mark)} tokens"):
+            trainer.train()
 
 
 @pytest.mark.parametrize(("freeze", "share"), [(None, 1.0), (".visual.", 0.0)], ids=["trained", "frozen"])

@@ -224,6 +224,30 @@ def conversations(count: int, videos: bool) -> Any:
     return datasets.Dataset.from_dict({"images": images, "messages": messages}, features=kinds)
 
 
+def sft(folder: Path, model: Path, family: str, data: Sequence[tuple[list[bytes], str]], dynamic: bool) -> Any:
+    """Returns TRL's trainer of the images (PNG) and questions of some conversations."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    from longctx.trainers import dynamic_context_parallel
+    from tests.test_trainers import as_rank_alone
+
+    as_rank_alone()
+    given = arguments(folder, 1, 1, max_length=None, eval_strategy="no")
+    del given["remove_unused_columns"]
+    rows = [{"messages": chat(text), "images": [{"bytes": image, "path": None} for image in images]} for images, text in data]
+    trainer = SFTTrainer(
+        AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
+        args=SFTConfig(**given),
+        train_dataset=datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image())),
+        processing_class=processor(model, family),
+    )
+    trainer.model_accepts_loss_kwargs = True
+    if dynamic:
+        dynamic_context_parallel(trainer, tokens_per_rank=400, profile=PROFILE)
+    return trainer
+
+
 def finetune(folder: Path, model: Path, family: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Fine-tunes with `trl.SFTTrainer` and its own collator, whose batches are padded without `dynamic`."""
     from peft import LoraConfig

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow, "
         "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or "
         "python-stdlib, the source of this Python's standard library. Records may be messages, "
-        "ShareGPT conversations, prompt and completion, instruction and output, source and target, text, "
+        "ShareGPT conversations, prompt and completion, instruction and output, text, "
         "or token ids (with a --tokenizer); the format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")

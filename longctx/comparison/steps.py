@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from longctx.comparison.baselines import check_fixed_degree
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import Case
-from longctx.data.sampler import Sampler, SamplerError, first_lengths
+from longctx.data.sampler import Sampler, SamplerError
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.planning.check import check_lengths, check_settings
@@ -105,6 +105,15 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
 
     words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, a store of {len(store):,} documents, seed {seed}"
     return LengthSource(words, draw, int(store.lengths.max()), seed, store.lengths)
+
+
+def first_lengths(sampler: Sampler, count: int) -> list[list[int]]:
+    """Returns the lengths of the pieces of the first `count` steps."""
+    lengths, cursor = [], sampler.start
+    for _ in range(count):
+        pieces, cursor = sampler.step(cursor)
+        lengths.append([piece.length for piece in pieces])
+    return lengths
 
 
 def _steps(count: int) -> str:

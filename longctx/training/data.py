@@ -8,10 +8,9 @@ from functools import partial
 
 from longctx.config import Config, ConfigError
 from longctx.config.run import FLOAT8_ROWS
-from longctx.data.loader import Loader, Planner, plan_step
-from longctx.data.merging import Merging
-from longctx.data.mixture import Mixture, make_steps
-from longctx.data.sampler import Sampler, Steps
+from longctx.data.loader import Loader, Merging, Planner, merge_pieces, plan_step
+from longctx.data.mixture import Mixture, Steps, make_steps
+from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.parallel.mesh import Mesh
 from longctx.planning.hardware_profile import HardwareProfile
@@ -106,7 +105,9 @@ def padding(config: Config) -> int:
 
 def make_merging(config: Config, world_size: int) -> Merging | None:
     """Returns what merges documents of a step that begin alike; None if they stay apart."""
-    return Merging(config.capacity(world_size), config.batch.tokens_per_rank) if config.data.merge_prefixes else None
+    if not config.data.merge_prefixes:
+        return None
+    return partial(merge_pieces, most_tokens=config.capacity(world_size), tokens_per_rank=config.batch.tokens_per_rank)
 
 
 def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False) -> Planner:
