@@ -378,7 +378,7 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
     "cut at the right": (inside(rows=cut), "documents are cut short", 1, "cut short"),
     "cut at the left": (inside(rows=lambda probe: cut(probe, side=-1)), "only ends of documents", 1, "cut"),
     "blocks of 32 tokens": (inside(rows=in_blocks), "cut, and concatenated", 1, "see each other|cut"),
-    "a row twice": (inside(rows=twice), "a document twice, another never", 1, "repeated|twice|more than once"),
+    "a row twice": (inside(rows=twice), "a document twice, another never", 1, "repeated|twice|more than once|same documents"),
     # huggingface/transformers 37766
     "micro-batches' means added": (inside(trainer=Undivided), "sum of means", 1, f"{MEANS}|{FACTOR}"),
     # huggingface/transformers 34511, huggingface/blog 2414
@@ -411,7 +411,7 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
         "gradient of embeddings", 1, "parameters|embed|backward"),
     "gradient ends in a layer": (inside(change=deaf("layers.0.mlp")), "a layer has another gradient", 1, "parameters|backward"),
     "gradients not synchronised": (inside(trainer=Unsynchronised), "ranks differ", 2, "differ"),
-    "same data on all ranks": (inside(trainer=same_data()), "documents repeated", 2, "repeated|twice|more than once"),
+    "same data on all ranks": (inside(trainer=same_data()), "documents repeated", 2, "repeated|twice|more than once|same documents"),
     "loss times ranks": (inside(trainer=losses_by(lambda own, labels, n, *_: own.sum() / n * ranks())),
         "factor of ranks", 2, FACTOR),
     "mean of ranks": (inside(trainer=losses_by(lambda own, labels, n, *_: own.sum() / counted(labels).sum() / ranks())),
