@@ -239,18 +239,23 @@ def conversations(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, Any]]
     return rows
 
 
+def adapters(lora: bool | str | float) -> Any:
+    """LoRA, DoRA ("dora"), or LoRA with a dropout."""
+    from peft import LoraConfig
+
+    kinds = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": lora == "dora"}
+    return LoraConfig(r=4, lora_dropout=lora if isinstance(lora, float) else 0.0, **kinds) if lora else None
+
+
 def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Fine-tunes with `trl.SFTTrainer`. Options: those of SFTConfig, and `lora` and `kind` of the model."""
     import datasets
-    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
     lora, kind, predicting = options.pop("lora", False), options.pop("kind", "qwen2"), options.pop("predicting", False)
-    kinds = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": lora == "dora"}
-    adapters = LoraConfig(r=4, **kinds) if lora else None
     defaults = {"assistant_only_loss": True, "max_length": None}
     data = [datasets.Dataset.from_list(conversations(count, seed)) for count, seed in ((DOCUMENTS, 0), (19, 1))]
     given = arguments(folder, ranks, accumulation, **{**defaults, **options})
@@ -260,7 +265,7 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
         train_dataset=data[0],
         eval_dataset=data[1],
         processing_class=tokenizer(),
-        peft_config=adapters,
+        peft_config=adapters(lora),
         compute_metrics=likelihood if predicting else None,
     )
     if dynamic:
@@ -273,7 +278,6 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora` and `budget`."""
     import datasets
     import trl
-    from peft import LoraConfig
 
     from longctx.trainers import dynamic_context_parallel
 
@@ -281,7 +285,6 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     if "fsdp" in options:
         select_fsdp_on_cpus()
     lora, budget = options.pop("lora", False), options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK})
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
     base = folder / "base"  # TRL loads the reference model from there
     if dist.get_rank() == 0:
         model().save_pretrained(base)
@@ -300,7 +303,7 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
         args=getattr(trl, f"{kind}Config")(**{**given, **options}),
         train_dataset=datasets.Dataset.from_list(preferences(kind)),
         processing_class=tokenizer(),
-        peft_config=adapters,
+        peft_config=adapters(lora),
         **more,
     )
     if dynamic:

@@ -24,13 +24,15 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
+from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import TrainerError, needs_sequences, predicts_masked, prepared_part, refuse
+from longctx.trainers.refusals import TrainerError, has_dropout, needs_sequences, predicts_masked, prepared_part, refuse
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import REPLACED, WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
@@ -78,6 +80,8 @@ def dynamic_context_parallel(
         sharing.predicts_masked = predicts_masked(models[0])
         for model in models:
             undo.enter_context(prepared(model))
+        if trainer.neftune_noise_alpha or has_dropout(models[0]):
+            undo.enter_context(_noise(trainer, models[0], sharing))
         if needs_sequences(trainer):
             for model in models:
                 head = PlannedHead(sharing, _recorder(trainer) if merge_prefixes else None)
@@ -126,6 +130,22 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
     finally:
         trainer.__class__, trainer.data_collator, trainer.model_accepts_loss_kwargs = kind, collate, sums
         vars(trainer).pop("_next", None)
+
+
+@contextlib.contextmanager
+def _noise(trainer: Any, model: Any, sharing: Sharing) -> Iterator[None]:
+    """Replaces dropout and NEFTune."""
+    noise, alpha, args = Noise(), trainer.neftune_noise_alpha, trainer.args
+
+    def add(attention: Any, layout: Layout, call: int) -> None:
+        noise.add(attention, layout, (args.seed, trainer.state.global_step, call), args.device)
+
+    sharing.noise, trainer.neftune_noise_alpha = add, None
+    with noise.used_by(model, alpha):
+        try:
+            yield
+        finally:
+            trainer.neftune_noise_alpha = alpha
 
 
 def _recorder(trainer: Any) -> Callable[[float], None]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 
 from longctx.attention.huggingface import configs_of_parts
 from longctx.errors import UserError
@@ -45,6 +45,11 @@ def predicts_masked(model: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Returns whether a module of a model drops at random."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def needs_sequences(trainer: Any) -> bool:
@@ -108,7 +113,7 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
 
 def _argument_problems(trainer: Any) -> Iterator[str]:
     args, accelerator = trainer.args, trainer.accelerator
-    for name in ("label_smoothing_factor", "neftune_noise_alpha", "torch_compile", "use_liger_kernel"):
+    for name in ("label_smoothing_factor", "torch_compile", "use_liger_kernel"):
         if getattr(args, name, None):
             yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
     if args.n_gpu > 1:
@@ -143,18 +148,16 @@ def _model_problems(trainer: Any) -> Iterator[str]:
     model = prepared_part(trainer, trainer.model)
     for config in filter(None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))):
         for name, value in config.to_dict().items():
-            if name in ("attention_dropout", "attn_pdrop") and value:
-                yield f"{name} is {value:g} in the model's config, which would depend on how documents are split: set it to 0"
+            if "att" in name and "drop" in name and value:
+                yield f"{name} is {value:g} in the model's config, which no kernel of attention has: set it to 0"
     handler, ddp = trainer.accelerator.ddp_handler, trainer.args.world_size > 1 and not trainer.is_fsdp_enabled
     if ddp and is_vision(model) and not (handler and handler.find_unused_parameters) and _trains_encoder(model):
         yield (
             "ddp_find_unused_parameters is off, but documents without images give the encoder of images no gradient: set it to "
             "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
         )
-    for name, module in trainer.model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            yield f"{name} is a dropout of {module.p:g}, which would depend on how documents are split: set it to 0"
-            return
+    if model.config.is_encoder_decoder and (trainer.neftune_noise_alpha or has_dropout(model)):
+        yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
 
 
 def _trains_encoder(model: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -67,6 +67,7 @@ class Sharing:
         seq2seq: the model of transformers, if it is an encoder-decoder.
         parts: see `make_plan`.
         predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
+        noise: is called with the attention and the layout of a micro-batch, and the number of the call in its step.
     """
 
     profile: HardwareProfile
@@ -84,6 +85,7 @@ class Sharing:
     seq2seq: Any = None
     parts: PartCosts = EQUAL_PARTS
     predicts_masked: bool = False
+    noise: Callable[[Any, Layout, int], None] | None = None
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -171,7 +173,7 @@ class Sharing:
         pairs = zip(micro_batches, shares, strict=True)
         return [each if share is None else WithImages(**vars(each), images=share) for each, share in pairs]
 
-    def inputs(self, model: Any, batch: MicroBatch) -> dict[str, Any]:
+    def inputs(self, model: Any, batch: MicroBatch, call: int = 0) -> dict[str, Any]:
         """Returns the arguments of a model's forward with labels, whose number trainers divide by themselves."""
         blocks = blocks_of(batch, self.vision)
         targets = None if self.predicts_masked else 1
@@ -179,6 +181,8 @@ class Sharing:
         if self.predicts_masked:
             inputs["labels"] = batch.labels.to(self.device).unsqueeze(0)
         inputs.pop("num_items_in_batch", None)
+        if self.noise is not None and model.training:
+            self.noise(inputs["ring_attention"], batch.layout, call)
         if isinstance(batch, WithImages):
             inputs["images"], positions = read_images(batch, self.vision, self.group, self.device)
             inputs["position_ids"] = row(positions)
