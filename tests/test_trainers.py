@@ -480,11 +480,10 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path, change: dict[str, Any],
         (lambda ours: setattr(ours, "get_cp_size", lambda: 2), "cp_size is 2: leave it at 1"),
         (lambda ours: setattr(ours, "get_sp_size", lambda: 4), "sp_size is 4: leave it at 1"),
         (lambda ours: setattr(ours, "get_tp_size", lambda: 8), "tp_size is 8: leave it at 1"),
-        (lambda ours: setattr(ours, "aux_loss_enabled", True), "set router_aux_loss_coef=0.0 in TrainingArguments"),
         (lambda ours: setattr(ours, "model_init", model), "model_init builds another model.*pass model=model_init"),
         (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "takes no num_items_in_batch"),
     ],
-    ids=["liger", "DataParallel", "DeepSpeed", "cp", "sp", "tp", "router loss", "model_init", "other loss"],
+    ids=["liger", "DataParallel", "DeepSpeed", "cp", "sp", "tp", "model_init", "other loss"],
 )
 def test_settings_that_are_refused(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
     ours = trainer(tmp_path)

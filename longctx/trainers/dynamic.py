@@ -32,7 +32,17 @@ from longctx.trainers.images import reading_images
 from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import TrainerError, has_dropout, needs_sequences, predicts_masked, prepared_part, refuse
+from longctx.trainers.refusals import (
+    TrainerError,
+    has_dropout,
+    needs_sequences,
+    predicts_masked,
+    prepared_part,
+    refuse,
+    trainer_of_trl,
+    wants_router_loss,
+)
+from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import REPLACED, WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
@@ -79,7 +89,8 @@ def dynamic_context_parallel(
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
         sharing.predicts_masked = predicts_masked(models[0])
         for model in models:
-            undo.enter_context(prepared(model))
+            with without_router_loss(model):
+                undo.enter_context(prepared(model))
         if trainer.neftune_noise_alpha or has_dropout(models[0]):
             undo.enter_context(_noise(trainer, models[0], sharing))
         if needs_sequences(trainer):
@@ -88,6 +99,9 @@ def dynamic_context_parallel(
                 undo.enter_context(replaced_method(model, "forward", head))
         else:
             undo.enter_context(_whole_steps(trainer))
+            if wants_router_loss(trainer):
+                sharing.router_loss = RouterLoss(models[0], sharing.group, lambda: _factor(trainer))
+                undo.enter_context(replaced_method(models[0], "forward", sharing.router_loss))
             if models[0].config.is_encoder_decoder:
                 sharing.seq2seq = models[0]
                 if trainer.is_fsdp_enabled:
@@ -123,6 +137,7 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
     kind, collate, sums = type(trainer), trainer.data_collator, trainer.model_accepts_loss_kwargs
     trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
     trainer.model_accepts_loss_kwargs = True  # otherwise losses of batches would be averaged
+    vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
     pairs = prepared_part(trainer, trainer.model).config.is_encoder_decoder
     trainer.data_collator = (WatchingTargets if pairs else CountingRows)(collate)
     try:
@@ -146,6 +161,13 @@ def _noise(trainer: Any, model: Any, sharing: Sharing) -> Iterator[None]:
             yield
         finally:
             trainer.neftune_noise_alpha = alpha
+
+
+def _factor(trainer: Any) -> float:
+    """Returns what a trainer divides the sum of the ranks' losses of routers by."""
+    if trainer_of_trl(trainer):
+        return float(trainer.args.world_size * trainer.current_gradient_accumulation_steps)
+    return 1.0 if trainer.args.average_tokens_across_devices else float(trainer.args.world_size)
 
 
 def _recorder(trainer: Any) -> Callable[[float], None]:

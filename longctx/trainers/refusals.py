@@ -52,6 +52,13 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
+def wants_router_loss(trainer: Any) -> bool:
+    """Returns whether the auxiliary loss of a mixture's routers is to be trained."""
+    config = prepared_part(trainer, trainer.model).config
+    in_config = not config.is_encoder_decoder and getattr(config.get_text_config(), "output_router_logits", False)
+    return bool(in_config or getattr(trainer, "aux_loss_enabled", False))
+
+
 def needs_sequences(trainer: Any) -> bool:
     """Returns whether a trainer's loss needs values of whole sequences."""
     return trainer_of_trl(trainer) in OF_SEQUENCES
@@ -104,10 +111,10 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
             f"train_dataset has {' and '.join(sorted(images))}, but {name} needs whole sequences, whose images cannot travel: "
             f"use {', '.join(OF_TOKENS)}, or remove the column"
         )
-    if getattr(trainer, "aux_loss_enabled", False):
+    if wants_router_loss(trainer) and (needs_sequences(trainer) or is_vision(model)):
         yield (
-            "the auxiliary loss of routers depends on which tokens are together: set router_aux_loss_coef=0.0 in "
-            f"{type(trainer.args).__name__}"
+            "the auxiliary loss of routers is computed for whole steps of models of text alone: set router_aux_loss_coef=0.0 "
+            f"in {type(trainer.args).__name__}, and output_router_logits=False in the model's config"
         )
 
 

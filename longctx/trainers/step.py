@@ -27,6 +27,7 @@ from longctx.trainers.exchange import Exchange, Known
 from longctx.trainers.image_shares import WithImages, blocks_of, read_images, share_images
 from longctx.trainers.images import exchange_pixels
 from longctx.trainers.refusals import TrainerError
+from longctx.trainers.router_loss import RouterLoss, without_router_loss
 
 Ids = npt.NDArray[np.int64]
 
@@ -67,6 +68,7 @@ class Sharing:
         seq2seq: the model of transformers, if it is an encoder-decoder.
         parts: see `make_plan`.
         predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
+        router_loss: that of a mixture, if its model is to have it.
         noise: is called with the attention and the layout of a micro-batch, and the number of the call in its step.
     """
 
@@ -85,6 +87,7 @@ class Sharing:
     seq2seq: Any = None
     parts: PartCosts = EQUAL_PARTS
     predicts_masked: bool = False
+    router_loss: RouterLoss | None = None
     noise: Callable[[Any, Layout, int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -107,12 +110,13 @@ class Sharing:
     def share(self, batches: Sequence[Sequence[Document]], every: bool = False) -> Share:
         """Returns this rank's share of the documents that all ranks have in their batches. Collective.
 
-        Documents without a target are left out, unless `every` document is needed.
+        Documents without a target are left out, unless `every` document is needed, as for the loss of routers.
         """
         known = self._gather(batches)
         everything = list(itertools.chain.from_iterable(known))
         if not everything:
             return Share(batches=len(known))
+        every = every or self.router_loss is not None
         planned = [document for document in everything if every or document.targets] or everything[:1]
         plan = self._plan(planned)
         mine = list(itertools.chain.from_iterable(batches))
@@ -177,10 +181,14 @@ class Sharing:
         """Returns the arguments of a model's forward with labels, whose number trainers divide by themselves."""
         blocks = blocks_of(batch, self.vision)
         targets = None if self.predicts_masked else 1
-        inputs = model_inputs(model, batch, targets, group=self.group, kernel=self.kernel, device=self.device, blocks=blocks)
+        options: dict[str, Any] = {"group": self.group, "kernel": self.kernel, "device": self.device, "blocks": blocks}
+        with without_router_loss(next(module for module in model.modules() if hasattr(module, "get_input_embeddings"))):
+            inputs = model_inputs(model, batch, targets, **options)
         if self.predicts_masked:
             inputs["labels"] = batch.labels.to(self.device).unsqueeze(0)
         inputs.pop("num_items_in_batch", None)
+        if self.router_loss is not None:
+            self.router_loss.rows = batch.layout.tokens
         if self.noise is not None and model.training:
             self.noise(inputs["ring_attention"], batch.layout, call)
         if isinstance(batch, WithImages):

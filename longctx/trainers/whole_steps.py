@@ -191,6 +191,8 @@ class WholeSteps:
         """
         metrics = getattr(self, "_metrics", {}).get("train" if self.model.training else "eval", {})
         before = {name: len(values) for name, values in metrics.items()}
+        if self.dynamic.router_loss is not None:
+            self.dynamic.router_loss.step_tokens = share.tokens
         tokens, loader = getattr(self, "_total_train_tokens", None), self.accelerator.gradient_state.active_dataloader
         remainder = getattr(loader, "remainder", None)
         if remainder is not None:
@@ -204,7 +206,10 @@ class WholeSteps:
         for name, values in metrics.items():
             if count and total and len(values) == before.get(name, 0) + count:
                 each = zip(share.micro_batch_targets, values[-count:], strict=True)
-                values[-count:] = [sum(targets * value for targets, value in each) / total]
+                mean = sum(targets * value for targets, value in each) / total
+                # Of the loss of routers ranks have their parts.
+                parts = sum(values[-count:]) / self.current_gradient_accumulation_steps
+                values[-count:] = [parts if name == "aux_loss" else mean]
         if tokens is not None and self.model.training:
             self._total_train_tokens = tokens + share.tokens
             if count:
