@@ -24,7 +24,6 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.layout import Layout
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
@@ -39,7 +38,6 @@ from longctx.trainers.refusals import (
     predicts_masked,
     prepared_part,
     refuse,
-    trainer_of_trl,
     wants_router_loss,
 )
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
@@ -92,7 +90,8 @@ def dynamic_context_parallel(
             with without_router_loss(model):
                 undo.enter_context(prepared(model))
         if trainer.neftune_noise_alpha or has_dropout(models[0]):
-            undo.enter_context(_noise(trainer, models[0], sharing))
+            sharing.noise = Noise(trainer)
+            undo.enter_context(sharing.noise.used_by(models[0]))
         if needs_sequences(trainer):
             for model in models:
                 head = PlannedHead(sharing, _recorder(trainer) if merge_prefixes else None)
@@ -100,7 +99,7 @@ def dynamic_context_parallel(
         else:
             undo.enter_context(_whole_steps(trainer))
             if wants_router_loss(trainer):
-                sharing.router_loss = RouterLoss(models[0], sharing.group, lambda: _factor(trainer))
+                sharing.router_loss = RouterLoss(trainer, models[0], sharing.group)
                 undo.enter_context(replaced_method(models[0], "forward", sharing.router_loss))
             if models[0].config.is_encoder_decoder:
                 sharing.seq2seq = models[0]
@@ -145,29 +144,6 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
     finally:
         trainer.__class__, trainer.data_collator, trainer.model_accepts_loss_kwargs = kind, collate, sums
         vars(trainer).pop("_next", None)
-
-
-@contextlib.contextmanager
-def _noise(trainer: Any, model: Any, sharing: Sharing) -> Iterator[None]:
-    """Replaces dropout and NEFTune."""
-    noise, alpha, args = Noise(), trainer.neftune_noise_alpha, trainer.args
-
-    def add(attention: Any, layout: Layout, call: int) -> None:
-        noise.add(attention, layout, (args.seed, trainer.state.global_step, call), args.device)
-
-    sharing.noise, trainer.neftune_noise_alpha = add, None
-    with noise.used_by(model, alpha):
-        try:
-            yield
-        finally:
-            trainer.neftune_noise_alpha = alpha
-
-
-def _factor(trainer: Any) -> float:
-    """Returns what a trainer divides the sum of the ranks' losses of routers by."""
-    if trainer_of_trl(trainer):
-        return float(trainer.args.world_size * trainer.current_gradient_accumulation_steps)
-    return 1.0 if trainer.args.average_tokens_across_devices else float(trainer.args.world_size)
 
 
 def _recorder(trainer: Any) -> Callable[[float], None]:

@@ -94,5 +94,9 @@ class PlannedHead:
 
     def _head(self, own: Any, model: Any, call: int, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Returns the head's values for the tokens of a micro-batch, float32 [tokens]."""
+        noise = self.sharing.noise
         output = own(fused_lm_head=True, **self.sharing.inputs(model, batch, call))
-        return {name: value[0].float() for name in PER_TOKEN if (value := getattr(output, name)) is not None}
+        values = {name: value[0].float() for name in PER_TOKEN if (value := getattr(output, name)) is not None}
+        if noise is not None and values["log_probs"].requires_grad:  # layers may be recomputed after other calls
+            values["log_probs"].register_hook(functools.partial(lambda rows, _: setattr(noise, "rows", rows), noise.rows))
+        return values

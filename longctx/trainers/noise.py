@@ -8,8 +8,7 @@ import functools
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,81 +18,64 @@ from longctx.planning.layout import Layout
 from longctx.trainers.prepared import replaced_method
 
 
-class Rows(NamedTuple):
-    """Of the rows of a rank: random int64 numbers, and the lengths of their documents."""
-
-    keys: torch.Tensor
-    lengths: torch.Tensor
-
-
 class Noise:
-    """Random numbers for the modules of a model, by the attention that it gets for a micro-batch."""
+    """Random numbers of a trainer for the modules of its model.
 
-    def __init__(self) -> None:
-        self._rows: WeakKeyDictionary[Any, Rows] = WeakKeyDictionary()
-        self._current: Rows | None = None
-        """Those of the model's forward or backward that is running."""
+    Attributes:
+        rows: of the rows of the micro-batch that the model computes, random int64 numbers, and lengths of their documents.
+    """
 
-    def add(self, attention: Any, layout: Layout, seed: tuple[int, ...], device: torch.device) -> None:
-        """Makes the numbers of a micro-batch."""
-        keys, lengths = np.zeros(max(1, layout.tokens), np.uint64), np.ones(max(1, layout.tokens), np.int64)
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.rows = torch.zeros(2, 0, dtype=torch.int64)
+
+    def begin(self, layout: Layout, call: int) -> None:
+        """Makes the numbers of a micro-batch, of a call of the model in its step."""
+        seed = self.trainer.args.seed, self.trainer.state.global_step, call
+        rows = np.ones((2, max(1, layout.tokens)), np.uint64)
         for shard in layout.shards:
             first = _mixed(np.uint64(zlib.crc32(repr((*seed, shard.document)).encode())))
-            keys[shard.offset :][: shard.tokens] = _mixed(
-                first + np.r_[slice(*shard.head), slice(*shard.tail)].astype(np.uint64)
-            )
-            lengths[shard.offset :][: shard.tokens] = shard.longest
-        self._rows[attention] = Rows(*(torch.from_numpy(each.view(np.int64)).to(device) for each in (keys, lengths)))
+            places = np.r_[slice(*shard.head), slice(*shard.tail)].astype(np.uint64)
+            rows[0, shard.offset :][: shard.tokens], rows[1, shard.offset :][: shard.tokens] = first + places, shard.longest
+        rows[0] = _mixed(rows[0])
+        self.rows = torch.from_numpy(rows.view(np.int64)).to(self.trainer.args.device)
 
     @contextmanager
-    def used_by(self, model: Any, alpha: float | None) -> Iterator[None]:
-        """Makes the dropout of a model use these numbers, and its embedding if NEFTune has an `alpha`."""
-
-        def running(own: Any, this: Any, *arguments: Any, **named: Any) -> Any:
-            attention = named.get("ring_attention")
-            rows = self._current = None if attention is None else self._rows.get(attention)
-            output = own(this, *arguments, **named)
-            for value in vars(output).values() if rows is not None else ():
-                if isinstance(value, torch.Tensor) and value.requires_grad:  # recomputed parts run after other calls
-                    value.register_hook(lambda _: setattr(self, "_current", rows))
-            return output
+    def used_by(self, model: Any) -> Iterator[None]:
+        """Makes the dropout of a model, and NEFTune if the trainer asks for it, use these numbers."""
+        alpha = self.trainer.neftune_noise_alpha
 
         def dropped(salt: int, own: Any, module: Any, inputs: torch.Tensor) -> Any:
-            numbers = self._numbers(salt, inputs) if module.training and 0 < module.p < 1 else None
-            if numbers is None:
+            if not self._are_tokens(module, inputs) or not 0 < module.p < 1:
                 return own(module, inputs)
-            return inputs.masked_fill(numbers < round((2 * module.p - 1) * 2**31), 0) / (1 - module.p)
+            return inputs.masked_fill(self._numbers(salt, inputs) < round((2 * module.p - 1) * 2**31), 0) / (1 - module.p)
 
         def noisy(own: Any, module: Any, ids: torch.Tensor) -> Any:
             output = own(module, ids)
-            numbers = self._numbers(1, output) if module.training else None
-            if numbers is None or self._current is None:
+            if not self._are_tokens(module, output):
                 return output
-            largest = alpha / (self._current.lengths * output.shape[-1]) ** 0.5
-            return output + (numbers * (largest[:, None] / 2**31)).to(output.dtype)
+            largest = alpha / (self.rows[1] * output.shape[-1]) ** 0.5
+            return output + (self._numbers(1, output) * (largest[:, None] / 2**31)).to(output.dtype)
 
         with ExitStack() as undo:
-            undo.enter_context(replaced_method(model, "forward", running))
+            undo.callback(setattr, self.trainer, "neftune_noise_alpha", alpha)
+            self.trainer.neftune_noise_alpha = None  # it would add its own
+            if alpha is not None:
+                undo.enter_context(replaced_method(model.get_input_embeddings(), "forward", noisy))
             for name, module in model.named_modules():
                 if isinstance(module, nn.Dropout):
                     salt = 2 * zlib.crc32(name.encode()) + 1
                     undo.enter_context(replaced_method(module, "forward", functools.partial(dropped, salt)))
-            if alpha is not None:
-                undo.enter_context(replaced_method(model.get_input_embeddings(), "forward", noisy))
             yield
 
-    def _numbers(self, salt: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Returns int32 numbers of the shape of a module's input, or None if its rows are not those of tokens."""
-        if self._current is None or like.numel() != len(self._current.keys) * like.shape[-1]:
-            return None
-        rows = (self._current.keys * salt >> 32).int() | 1
-        return (rows[:, None] * _columns(like.shape[-1], like.device)).view(like.shape)
+    def _are_tokens(self, module: nn.Module, values: torch.Tensor) -> bool:
+        return module.training and values.numel() == self.rows.shape[1] * values.shape[-1]
 
-
-@functools.lru_cache(64)
-def _columns(features: int, device: torch.device) -> torch.Tensor:
-    numbers = torch.from_numpy(_mixed(np.arange(features, dtype=np.uint64)).view(np.int64))
-    return ((numbers >> 32).int() | 1).to(device)
+    def _numbers(self, salt: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns int32 numbers of the shape of what a module gets."""
+        columns = _mixed(np.arange(like.shape[-1], dtype=np.uint64)).view(np.int64)
+        row, column = (self.rows[0] * salt, torch.from_numpy(columns).to(like.device))
+        return (((row >> 32).int() | 1)[:, None] * ((column >> 32).int() | 1)).view(like.shape)
 
 
 def _mixed(numbers: Any) -> Any:

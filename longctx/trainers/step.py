@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
 from longctx.trainers.image_shares import WithImages, blocks_of, read_images, share_images
 from longctx.trainers.images import exchange_pixels
+from longctx.trainers.noise import Noise
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 
@@ -69,7 +70,7 @@ class Sharing:
         parts: see `make_plan`.
         predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
         router_loss: that of a mixture, if its model is to have it.
-        noise: is called with the attention and the layout of a micro-batch, and the number of the call in its step.
+        noise: random numbers of its dropout and of NEFTune, if it has one of them.
     """
 
     profile: HardwareProfile
@@ -88,7 +89,7 @@ class Sharing:
     parts: PartCosts = EQUAL_PARTS
     predicts_masked: bool = False
     router_loss: RouterLoss | None = None
-    noise: Callable[[Any, Layout, int], None] | None = None
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -190,7 +191,7 @@ class Sharing:
         if self.router_loss is not None:
             self.router_loss.rows = batch.layout.tokens
         if self.noise is not None and model.training:
-            self.noise(inputs["ring_attention"], batch.layout, call)
+            self.noise.begin(batch.layout, call)
         if isinstance(batch, WithImages):
             inputs["images"], positions = read_images(batch, self.vision, self.group, self.device)
             inputs["position_ids"] = row(positions)

@@ -207,8 +207,7 @@ class WholeSteps:
             if count and total and len(values) == before.get(name, 0) + count:
                 each = zip(share.micro_batch_targets, values[-count:], strict=True)
                 mean = sum(targets * value for targets, value in each) / total
-                # Of the loss of routers ranks have their parts.
-                parts = sum(values[-count:]) / self.current_gradient_accumulation_steps
+                parts = sum(values[-count:]) / self.current_gradient_accumulation_steps  # as TRL divides them in the loss
                 values[-count:] = [parts if name == "aux_loss" else mean]
         if tokens is not None and self.model.training:
             self._total_train_tokens = tokens + share.tokens
