@@ -111,7 +111,8 @@ def dynamic_context_parallel(
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
-        print(*described.lines, f"documents are split over {args.world_size} ranks of {most:,} tokens", *notes, sep="\n")
+        ranks = "1 rank" if args.world_size == 1 else f"up to {args.world_size} ranks"
+        print(*described.lines, f"a document is split over {ranks}, of {most:,} tokens each", *notes, sep="\n")
 
 
 def restore(trainer: Any) -> None:

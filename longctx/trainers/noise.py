@@ -73,9 +73,14 @@ class Noise:
 
     def _numbers(self, salt: int, like: torch.Tensor) -> torch.Tensor:
         """Returns int32 numbers of the shape of what a module gets."""
-        columns = _mixed(np.arange(like.shape[-1], dtype=np.uint64)).view(np.int64)
-        row, column = (self.rows[0] * salt, torch.from_numpy(columns).to(like.device))
-        return (((row >> 32).int() | 1)[:, None] * ((column >> 32).int() | 1)).view(like.shape)
+        rows = (self.rows[0] * salt >> 32).int() | 1
+        return (rows[:, None] * _columns(like.shape[-1], like.device)).view(like.shape)
+
+
+@functools.cache
+def _columns(features: int, device: torch.device) -> torch.Tensor:
+    numbers = torch.from_numpy(_mixed(np.arange(features, dtype=np.uint64)).view(np.int64))
+    return ((numbers >> 32).int() | 1).to(device)
 
 
 def _mixed(numbers: Any) -> Any:

@@ -15,7 +15,7 @@ OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "F
 """Ends of the names of models whose loss is not one of the next token, or of masked ones."""
 OF_SEQUENCES = ("DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer")
 """Trainers of TRL whose loss needs whole sequences."""
-LOSS, CALLED = ("compute_loss", "training_step"), ("train", "evaluation_loop")
+LOSS, CALLED = ("compute_loss", "training_step"), ("train", "evaluation_loop", "log")
 """Methods of a subclass that are called for every micro-batch, and those that are called as before."""
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ class Share:
         targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target.
         batches: number of batches that the rank with most batches has.
         exchange: how rows travel; None without documents.
+        log: highest degree, split documents, and mean over slowest time of the ranks, by the plan.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -51,6 +52,7 @@ class Share:
     tokens: int = 0
     batches: int = 0
     exchange: Exchange | None = None
+    log: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,6 +131,11 @@ class Sharing:
             tokens=sum(document.length for document in everything),
             batches=len(known),
             exchange=exchange,
+            log={
+                "highest_degree": max(plan.degrees),
+                "split_documents": len(plan.lengths) - plan.degrees.get(1, 0),
+                "balance": 1 - plan.idle_share,
+            },
         )
 
     def _micro_batches(
