@@ -204,6 +204,14 @@ def test_predictions_come_back_to_the_ranks_of_their_rows(workers: Workers, tmp_
         assert metrics["test_likelihood"] == pytest.approx(theirs.metrics["test_likelihood"], rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "qwen2", ["qwen2", "bert"]))
+def test_smoothed_labels(workers: Workers, tmp_path: Path, kind: str) -> None:
+    options = {"label_smoothing_factor": 0.1, "num_train_epochs": 1}
+    runs = workers.run(train, 2, tmp_path, kind, 1, True, options)
+    assert_equal(runs, plain(workers, tmp_path, train, kind, options))
+    assert max(runs[0]["degrees"]) >= 2
+
+
 def test_metrics_of_conversations(workers: Workers, tmp_path: Path) -> None:
     runs = workers.run(finetune, 2, tmp_path, 1, True, PREDICTING)
     assert_equal(runs, plain(workers, tmp_path, finetune, PREDICTING))
@@ -452,7 +460,6 @@ def with_head(name: str) -> Any:
             ({"of": partial(with_head, name)}, {}, f"{name} has a head that is not for the next token.*encoder_heads.py")
             for name in ("BertForSequenceClassification", "BertForTokenClassification", "Qwen2ForSequenceClassification")
         ),
-        ({}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which is not supported: omit it"),
         ({}, {"accelerator_config": {"even_batches": False}}, "even_batches is False.*set it to True"),
         ({}, {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True.*omit it"),
         ({}, {"torch_compile": True}, "torch_compile is True"),
@@ -462,7 +469,6 @@ def with_head(name: str) -> Any:
         "BERT",
         "tokens",
         "Qwen",
-        "label smoothing",
         "even batches",
         "dispatched batches",
         "compile",
@@ -569,6 +575,15 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
     dynamic_context_parallel(streamed, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
     with pytest.raises(TrainerError, match=r"has 90 tokens.*shorten the documents, as SFTConfig's max_length does"):
         streamed.train()
+
+
+def test_smoothed_labels_in_trainers_of_trl_are_refused(tmp_path: Path) -> None:
+    from trl import SFTTrainer
+
+    ours = trainer(tmp_path, label_smoothing_factor=0.1)
+    ours.__class__ = type("SFTTrainer", (SFTTrainer,), {"__module__": "trl.trainer.sft_trainer"})
+    with pytest.raises(TrainerError, match=r"label_smoothing_factor is 0.1, which is not supported: omit it"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
 def test_documents_that_trl_has_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,8 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
 
 def _argument_problems(trainer: Any) -> Iterator[str]:
     args, accelerator = trainer.args, trainer.accelerator
-    for name in ("label_smoothing_factor", "torch_compile", "use_liger_kernel"):
+    of_trl = () if trainer_of_trl(trainer) is None else ("label_smoothing_factor",)
+    for name in (*of_trl, "torch_compile", "use_liger_kernel"):
         if getattr(args, name, None):
             yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
     if args.n_gpu > 1:

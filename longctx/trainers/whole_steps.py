@@ -81,16 +81,18 @@ class WholeSteps:
     def compute_loss(
         self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Sums the loss of an encoder over its labels and divides it as that of other models, which transformers sums itself:
+        """Sums the loss of an encoder, or one with smoothed labels, and divides it as others, which transformers sums itself:
         encoders take the mean over the masked tokens of a rank."""
         own: Any = super()
-        if not self.dynamic.predicts_masked or "ring_attention" not in inputs:
+        smoothing = self.args.label_smoothing_factor
+        if not (self.dynamic.predicts_masked or smoothing) or "ring_attention" not in inputs:
             return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs.pop("labels")[0]
+        labels = inputs.pop("labels")[0]  # those of causal models are shifted
+        inputs.pop("shift_labels", None)
         outputs = model(**inputs)
         ranks = self.dynamic.ranks if self.args.average_tokens_across_devices else 1
         logits = outputs["logits"][0, : len(labels)].float()  # none on a rank without tokens
-        loss = F.cross_entropy(logits, labels, reduction="sum") * ranks / num_items_in_batch
+        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) * ranks / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
