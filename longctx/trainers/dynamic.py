@@ -31,15 +31,7 @@ from longctx.trainers.images import reading_images
 from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import (
-    TrainerError,
-    has_dropout,
-    needs_sequences,
-    predicts_masked,
-    prepared_part,
-    refuse,
-    wants_router_loss,
-)
+from longctx.trainers.refusals import TrainerError, balances, needs_sequences, noisy, predicts_masked, prepared_part, refuse
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import REPLACED, WholeSteps
@@ -89,7 +81,7 @@ def dynamic_context_parallel(
         for model in models:
             with without_router_loss(model):
                 undo.enter_context(prepared(model))
-        if trainer.neftune_noise_alpha or has_dropout(models[0]):
+        if noisy(trainer):
             sharing.noise = Noise(trainer)
             undo.enter_context(sharing.noise.used_by(models[0]))
         if needs_sequences(trainer):
@@ -98,7 +90,7 @@ def dynamic_context_parallel(
                 undo.enter_context(replaced_method(model, "forward", head))
         else:
             undo.enter_context(_whole_steps(trainer))
-            if wants_router_loss(trainer):
+            if balances(trainer):
                 sharing.router_loss = RouterLoss(trainer, models[0], sharing.group)
                 undo.enter_context(replaced_method(models[0], "forward", sharing.router_loss))
             if models[0].config.is_encoder_decoder:

@@ -21,13 +21,11 @@ from longctx.trainers.prepared import replaced_method
 class Noise:
     """Random numbers of a trainer for the modules of its model.
 
-    Attributes:
-        rows: of the rows of the micro-batch that the model computes, random int64 numbers, and lengths of their documents.
+    `rows` are of those that the model computes: random int64 numbers, and lengths of documents.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.rows = torch.zeros(2, 0, dtype=torch.int64)
+        self.trainer, self.rows = trainer, torch.zeros(2, 0, dtype=torch.int64)
 
     def begin(self, layout: Layout, call: int) -> None:
         """Makes the numbers of a micro-batch, of a call of the model in its step."""

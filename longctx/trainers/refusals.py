@@ -47,12 +47,13 @@ def predicts_masked(model: Any) -> bool:
     return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Returns whether a module of a model drops at random."""
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+def noisy(trainer: Any) -> bool:
+    """Returns whether a module of a trainer's model drops at random, or NEFTune adds noise."""
+    modules = prepared_part(trainer, trainer.model).modules()
+    return bool(trainer.neftune_noise_alpha) or any(isinstance(each, nn.Dropout) and each.p > 0 for each in modules)
 
 
-def wants_router_loss(trainer: Any) -> bool:
+def balances(trainer: Any) -> bool:
     """Returns whether the auxiliary loss of a mixture's routers is to be trained."""
     config = prepared_part(trainer, trainer.model).config
     in_config = not config.is_encoder_decoder and getattr(config.get_text_config(), "output_router_logits", False)
@@ -111,7 +112,7 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
             f"train_dataset has {' and '.join(sorted(images))}, but {name} needs whole sequences, whose images cannot travel: "
             f"use {', '.join(OF_TOKENS)}, or remove the column"
         )
-    if wants_router_loss(trainer) and (needs_sequences(trainer) or is_vision(model)):
+    if balances(trainer) and (needs_sequences(trainer) or is_vision(model)):
         yield (
             "the auxiliary loss of routers is computed for whole steps of models of text alone: set router_aux_loss_coef=0.0 "
             f"in {type(trainer.args).__name__}, and output_router_logits=False in the model's config"
@@ -164,7 +165,7 @@ def _model_problems(trainer: Any) -> Iterator[str]:
             "ddp_find_unused_parameters is off, but documents without images give the encoder of images no gradient: set it to "
             "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
         )
-    if model.config.is_encoder_decoder and (trainer.neftune_noise_alpha or has_dropout(model)):
+    if model.config.is_encoder_decoder and noisy(trainer):
         yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
 
 

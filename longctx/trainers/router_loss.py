@@ -21,8 +21,7 @@ NAME = "load_balancing_loss_func"
 class RouterLoss:
     """Replaces transformers' function in the forward of a model; for `replaced_method`.
 
-    Attributes:
-        rows, step_tokens: tokens of the micro-batch on this rank, and of the step on all ranks.
+    `rows` are the tokens of the micro-batch on this rank, `step_tokens` those of the step on all ranks.
     """
 
     def __init__(self, trainer: Any, model: Any, group: dist.ProcessGroup | None) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Share:
         targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target.
         batches: number of batches that the rank with most batches has.
         exchange: how rows travel; None without documents.
-        log: highest degree, split documents, and mean over slowest time of the ranks, by the plan.
+        plan: the plan; None without documents.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -52,7 +52,7 @@ class Share:
     tokens: int = 0
     batches: int = 0
     exchange: Exchange | None = None
-    log: Mapping[str, float] = field(default_factory=dict)
+    plan: Plan | None = None
 
 
 @dataclass
@@ -131,11 +131,7 @@ class Sharing:
             tokens=sum(document.length for document in everything),
             batches=len(known),
             exchange=exchange,
-            log={
-                "highest_degree": max(plan.degrees),
-                "split_documents": len(plan.lengths) - plan.degrees.get(1, 0),
-                "balance": 1 - plan.idle_share,
-            },
+            plan=plan,
         )
 
     def _micro_batches(

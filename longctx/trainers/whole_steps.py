@@ -9,7 +9,6 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class WholeSteps:
     dynamic: Sharing
     _next: tuple[Iterator[Any], Future[Share]] | None = None
     """Batches of an epoch, and the step that is being shared from them while the one before runs."""
-    _log: Mapping[str, float] = MappingProxyType({})  # of the last step
+    _share = Share()  # of the last step
     _told = False  # that labels of padding have no loss
     _gathers_loss = False
     """Whether the loss of a batch is what the trainer gathers next."""
@@ -65,7 +64,7 @@ class WholeSteps:
         model.train()  # as the trainer's own step does; metrics are counted by mode
         # FSDP2 would keep whole gradients until the last micro-batch.
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        self._log = share.log or self._log
+        self._share = share if share.plan else self._share
         with self._metrics_of_the_step(share):
             for index, batch in enumerate(share.micro_batches):
                 last = always or index == len(share.micro_batches) - 1
@@ -76,7 +75,10 @@ class WholeSteps:
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Adds to the log of a step how it was split."""
         own: Any = super()
-        own.log({**logs, **(self._log if "loss" in logs else {})}, *more, **named)
+        if "loss" in logs and (plan := self._share.plan) is not None:
+            split = len(plan.lengths) - plan.degrees.get(1, 0)
+            logs |= {"highest_degree": max(plan.degrees), "split_documents": split, "balance": 1 - plan.idle_share}
+        own.log(logs, *more, **named)
 
     def compute_loss(
         self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
