@@ -51,6 +51,8 @@ HARMLESS = {
     "shift_labels",
 }
 """Keyword arguments that reach attention and linear layers and do not affect them."""
+OF_ALL_RANKS = object()
+"""Value of `output_router_logits` for a caller that computes the loss of routers over all ranks."""
 Kind = tuple[float | None, float, int | None]
 """Scale, softcap and window of a layer's attention."""
 TARGETS = 1000
@@ -63,7 +65,8 @@ class HuggingFaceError(UserError):
 
 def refuse_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     """Raises HuggingFaceError for keyword arguments of a layer that could change its result."""
-    refused = [key for key, value in arguments.items() if key not in HARMLESS and value is not None and value is not False]
+    unset = None, False, OF_ALL_RANKS
+    refused = [key for key, value in arguments.items() if key not in HARMLESS and not any(value is each for each in unset)]
     if refused:
         raise HuggingFaceError(
             f"{name} passes {', '.join(refused)} to its attention, which 'longctx' does not support: leave the argument out "

@@ -326,4 +326,4 @@ def test_the_program_of_the_page_runs(tmp_path: Path, repository: Path) -> None:
         program = program.replace(old, new)
     (tmp_path / "program.py").write_text(program)
     printed, _ = launched.run(tmp_path / "program.py", ranks=2)
-    assert "documents are split over 2 ranks" in printed and "'train_loss'" in printed
+    assert "a document is split over up to 2 ranks" in printed and "'train_loss'" in printed

@@ -41,6 +41,13 @@ def model(kind: str = "qwen2") -> Any:
         config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
         config.layer_types = ["sliding_attention", "full_attention"]
         return transformers.GptOssForCausalLM(config)
+    if kind == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+        made = transformers.Qwen3MoeForCausalLM(config)
+        for layer in made.model.layers:
+            layer.mlp.gate.weight.data *= 30  # rounding decides between experts that are almost equally likely
+        return made
     if kind == "mamba2":
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
         return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, num_heads=8, head_dim=8, n_groups=2))
@@ -120,6 +127,7 @@ def report(trainer: Any) -> dict[str, Any]:
         "tokens": trainer.state.num_input_tokens_seen,
         "trees": sum(len(plan.trees) for plan in shared.plans) if shared else 0,
         "plans": [plan.lengths for plan in shared.plans] if shared else [],
+        "micro_batches": max(len(plan.micro_batches) for plan in shared.plans) if shared else 0,
         "degrees": sorted({degree for plan in shared.plans for degree in plan.degrees}) if shared else [],
     }
 
@@ -152,6 +160,7 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
     if "fsdp" in options:
         select_fsdp_on_cpus()
     predicting, sampling = options.pop("predicting", False), options.pop("sampling", None)
+    budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else LONGEST})
     if sampling == "rebalanced":
         options["train_sampling_strategy"] = "batch_rebalance"
 
@@ -171,7 +180,7 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
         compute_metrics=likelihood if predicting else None,
     )
     if dynamic:
-        dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else LONGEST, profile=PROFILE)
+        dynamic_context_parallel(trainer, profile=PROFILE, **budget)
     trainer.train(resume_from_checkpoint=resume)
     predictions = trainer.predict(documents(7, seed=2)) if predicting else None
     return report(trainer) | {"predictions": predictions}
@@ -239,18 +248,24 @@ def conversations(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, Any]]
     return rows
 
 
+def adapters(lora: bool | str | float) -> Any:
+    """LoRA, DoRA ("dora"), or LoRA with a dropout."""
+    from peft import LoraConfig
+
+    kinds = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": lora == "dora"}
+    return LoraConfig(r=4, lora_dropout=lora if isinstance(lora, float) else 0.0, **kinds) if lora else None
+
+
 def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Fine-tunes with `trl.SFTTrainer`. Options: those of SFTConfig, and `lora` and `kind` of the model."""
     import datasets
-    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
     lora, kind, predicting = options.pop("lora", False), options.pop("kind", "qwen2"), options.pop("predicting", False)
-    kinds = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": lora == "dora"}
-    adapters = LoraConfig(r=4, **kinds) if lora else None
+    budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else 2 * LONGEST})
     defaults = {"assistant_only_loss": True, "max_length": None}
     data = [datasets.Dataset.from_list(conversations(count, seed)) for count, seed in ((DOCUMENTS, 0), (19, 1))]
     given = arguments(folder, ranks, accumulation, **{**defaults, **options})
@@ -260,11 +275,11 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
         train_dataset=data[0],
         eval_dataset=data[1],
         processing_class=tokenizer(),
-        peft_config=adapters,
+        peft_config=adapters(lora),
         compute_metrics=likelihood if predicting else None,
     )
     if dynamic:
-        dynamic_context_parallel(trainer, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 2 * LONGEST, profile=PROFILE)
+        dynamic_context_parallel(trainer, profile=PROFILE, **budget)
     trainer.train()
     return report(trainer)
 
@@ -273,7 +288,6 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora` and `budget`."""
     import datasets
     import trl
-    from peft import LoraConfig
 
     from longctx.trainers import dynamic_context_parallel
 
@@ -281,7 +295,6 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     if "fsdp" in options:
         select_fsdp_on_cpus()
     lora, budget = options.pop("lora", False), options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK})
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
     base = folder / "base"  # TRL loads the reference model from there
     if dist.get_rank() == 0:
         model().save_pretrained(base)
@@ -300,7 +313,7 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
         args=getattr(trl, f"{kind}Config")(**{**given, **options}),
         train_dataset=datasets.Dataset.from_list(preferences(kind)),
         processing_class=tokenizer(),
-        peft_config=adapters,
+        peft_config=adapters(lora),
         **more,
     )
     if dynamic:

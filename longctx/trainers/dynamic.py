@@ -28,9 +28,11 @@ from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
+from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import TrainerError, needs_sequences, predicts_masked, prepared_part, refuse
+from longctx.trainers.refusals import TrainerError, balances, needs_sequences, noisy, predicts_masked, prepared_part, refuse
+from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import REPLACED, WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
@@ -77,13 +79,20 @@ def dynamic_context_parallel(
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
         sharing.predicts_masked = predicts_masked(models[0])
         for model in models:
-            undo.enter_context(prepared(model))
+            with without_router_loss(model):
+                undo.enter_context(prepared(model))
+        if noisy(trainer):
+            sharing.noise = Noise(trainer)
+            undo.enter_context(sharing.noise.used_by(models[0]))
         if needs_sequences(trainer):
             for model in models:
                 head = PlannedHead(sharing, _recorder(trainer) if merge_prefixes else None)
                 undo.enter_context(replaced_method(model, "forward", head))
         else:
             undo.enter_context(_whole_steps(trainer))
+            if balances(trainer):
+                sharing.router_loss = RouterLoss(trainer, models[0], sharing.group)
+                undo.enter_context(replaced_method(models[0], "forward", sharing.router_loss))
             if models[0].config.is_encoder_decoder:
                 sharing.seq2seq = models[0]
                 if trainer.is_fsdp_enabled:
@@ -94,7 +103,8 @@ def dynamic_context_parallel(
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
-        print(*described.lines, f"documents are split over {args.world_size} ranks of {most:,} tokens", *notes, sep="\n")
+        ranks = "1 rank" if args.world_size == 1 else f"up to {args.world_size} ranks"
+        print(*described.lines, f"a document is split over {ranks}, of {most:,} tokens each", *notes, sep="\n")
 
 
 def restore(trainer: Any) -> None:
@@ -119,6 +129,7 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
     kind, collate, sums = type(trainer), trainer.data_collator, trainer.model_accepts_loss_kwargs
     trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
     trainer.model_accepts_loss_kwargs = True  # otherwise losses of batches would be averaged
+    vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
     pairs = prepared_part(trainer, trainer.model).config.is_encoder_decoder
     trainer.data_collator = (WatchingTargets if pairs else CountingRows)(collate)
     try:

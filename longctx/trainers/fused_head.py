@@ -9,8 +9,9 @@ Rows of a rank that begin alike, such as the completions of a prompt, become tre
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class PlannedHead:
 
     sharing: Sharing
     merged: Callable[[float], None] | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if not named.get("fused_lm_head") or "ring_attention" in named:
@@ -63,7 +65,7 @@ class PlannedHead:
         share = self.sharing.share([documents], every=True)
         # One graph is kept as it is; of several, each keeps only its inputs.
         recompute = len(share.micro_batches) > 1 and torch.is_grad_enabled()
-        head = functools.partial(self._head, own, model)
+        head = functools.partial(self._head, own, model, next(self.calls))
         computed = [checkpoint(head, batch, use_reentrant=False) if recompute else head(batch) for batch in share.micro_batches]
         result: dict[str, Any] = {}
         for name in computed[0]:
@@ -90,7 +92,11 @@ class PlannedHead:
         places = np.concatenate([starts[document] + rows_there for document, rows_there in together.rows])
         return [Document(*part, together.trees.get(number)) for number, part in parts], torch.from_numpy(places)
 
-    def _head(self, own: Any, model: Any, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    def _head(self, own: Any, model: Any, call: int, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Returns the head's values for the tokens of a micro-batch, float32 [tokens]."""
-        output = own(fused_lm_head=True, **self.sharing.inputs(model, batch))
-        return {name: value[0].float() for name in PER_TOKEN if (value := getattr(output, name)) is not None}
+        noise = self.sharing.noise
+        output = own(fused_lm_head=True, **self.sharing.inputs(model, batch, call))
+        values = {name: value[0].float() for name in PER_TOKEN if (value := getattr(output, name)) is not None}
+        if noise is not None and values["log_probs"].requires_grad:  # layers may be recomputed after other calls
+            values["log_probs"].register_hook(functools.partial(lambda rows, _: setattr(noise, "rows", rows), noise.rows))
+        return values

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 
 from longctx.attention.huggingface import configs_of_parts
 from longctx.errors import UserError
@@ -15,7 +15,7 @@ OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "F
 """Ends of the names of models whose loss is not one of the next token, or of masked ones."""
 OF_SEQUENCES = ("DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer")
 """Trainers of TRL whose loss needs whole sequences."""
-LOSS, CALLED = ("compute_loss", "training_step"), ("train", "evaluation_loop")
+LOSS, CALLED = ("compute_loss", "training_step"), ("train", "evaluation_loop", "log")
 """Methods of a subclass that are called for every micro-batch, and those that are called as before."""
 
 
@@ -45,6 +45,19 @@ def predicts_masked(model: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def noisy(trainer: Any) -> bool:
+    """Returns whether a module of a trainer's model drops at random, or NEFTune adds noise."""
+    modules = prepared_part(trainer, trainer.model).modules()
+    return bool(trainer.neftune_noise_alpha) or any(isinstance(each, nn.Dropout) and each.p > 0 for each in modules)
+
+
+def balances(trainer: Any) -> bool:
+    """Returns whether the auxiliary loss of a mixture's routers is to be trained."""
+    config = prepared_part(trainer, trainer.model).config
+    in_config = not config.is_encoder_decoder and getattr(config.get_text_config(), "output_router_logits", False)
+    return bool(in_config or getattr(trainer, "aux_loss_enabled", False))
 
 
 def needs_sequences(trainer: Any) -> bool:
@@ -99,16 +112,17 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
             f"train_dataset has {' and '.join(sorted(images))}, but {name} needs whole sequences, whose images cannot travel: "
             f"use {', '.join(OF_TOKENS)}, or remove the column"
         )
-    if getattr(trainer, "aux_loss_enabled", False):
+    if balances(trainer) and (needs_sequences(trainer) or is_vision(model)):
         yield (
-            "the auxiliary loss of routers depends on which tokens are together: set router_aux_loss_coef=0.0 in "
-            f"{type(trainer.args).__name__}"
+            "the auxiliary loss of routers is computed for whole steps of models of text alone: set router_aux_loss_coef=0.0 "
+            f"in {type(trainer.args).__name__}, and output_router_logits=False in the model's config"
         )
 
 
 def _argument_problems(trainer: Any) -> Iterator[str]:
     args, accelerator = trainer.args, trainer.accelerator
-    for name in ("label_smoothing_factor", "neftune_noise_alpha", "torch_compile", "use_liger_kernel"):
+    of_trl = () if trainer_of_trl(trainer) is None else ("label_smoothing_factor",)
+    for name in (*of_trl, "torch_compile", "use_liger_kernel"):
         if getattr(args, name, None):
             yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
     if args.n_gpu > 1:
@@ -143,18 +157,16 @@ def _model_problems(trainer: Any) -> Iterator[str]:
     model = prepared_part(trainer, trainer.model)
     for config in filter(None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))):
         for name, value in config.to_dict().items():
-            if name in ("attention_dropout", "attn_pdrop") and value:
-                yield f"{name} is {value:g} in the model's config, which would depend on how documents are split: set it to 0"
+            if "att" in name and "drop" in name and value:
+                yield f"{name} is {value:g} in the model's config, which no kernel of attention has: set it to 0"
     handler, ddp = trainer.accelerator.ddp_handler, trainer.args.world_size > 1 and not trainer.is_fsdp_enabled
     if ddp and is_vision(model) and not (handler and handler.find_unused_parameters) and _trains_encoder(model):
         yield (
             "ddp_find_unused_parameters is off, but documents without images give the encoder of images no gradient: set it to "
             "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
         )
-    for name, module in trainer.model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            yield f"{name} is a dropout of {module.p:g}, which would depend on how documents are split: set it to 0"
-            return
+    if model.config.is_encoder_decoder and noisy(trainer):
+        yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
 
 
 def _trains_encoder(model: Any) -> bool:

@@ -26,7 +26,9 @@ from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
 from longctx.trainers.image_shares import WithImages, blocks_of, read_images, share_images
 from longctx.trainers.images import exchange_pixels
+from longctx.trainers.noise import Noise
 from longctx.trainers.refusals import TrainerError
+from longctx.trainers.router_loss import RouterLoss, without_router_loss
 
 Ids = npt.NDArray[np.int64]
 
@@ -41,6 +43,7 @@ class Share:
         targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target.
         batches: number of batches that the rank with most batches has.
         exchange: how rows travel; None without documents.
+        plan: the plan; None without documents.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -49,6 +52,7 @@ class Share:
     tokens: int = 0
     batches: int = 0
     exchange: Exchange | None = None
+    plan: Plan | None = None
 
 
 @dataclass
@@ -67,6 +71,8 @@ class Sharing:
         seq2seq: the model of transformers, if it is an encoder-decoder.
         parts: see `make_plan`.
         predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
+        router_loss: that of a mixture, if its model is to have it.
+        noise: random numbers of its dropout and of NEFTune, if it has one of them.
     """
 
     profile: HardwareProfile
@@ -84,6 +90,8 @@ class Sharing:
     seq2seq: Any = None
     parts: PartCosts = EQUAL_PARTS
     predicts_masked: bool = False
+    router_loss: RouterLoss | None = None
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         # One thread, so that all ranks share in the same order.
@@ -105,12 +113,13 @@ class Sharing:
     def share(self, batches: Sequence[Sequence[Document]], every: bool = False) -> Share:
         """Returns this rank's share of the documents that all ranks have in their batches. Collective.
 
-        Documents without a target are left out, unless `every` document is needed.
+        Documents without a target are left out, unless `every` document is needed, as for the loss of routers.
         """
         known = self._gather(batches)
         everything = list(itertools.chain.from_iterable(known))
         if not everything:
             return Share(batches=len(known))
+        every = every or self.router_loss is not None
         planned = [document for document in everything if every or document.targets] or everything[:1]
         plan = self._plan(planned)
         mine = list(itertools.chain.from_iterable(batches))
@@ -122,6 +131,7 @@ class Sharing:
             tokens=sum(document.length for document in everything),
             batches=len(known),
             exchange=exchange,
+            plan=plan,
         )
 
     def _micro_batches(
@@ -171,14 +181,20 @@ class Sharing:
         pairs = zip(micro_batches, shares, strict=True)
         return [each if share is None else WithImages(**vars(each), images=share) for each, share in pairs]
 
-    def inputs(self, model: Any, batch: MicroBatch) -> dict[str, Any]:
+    def inputs(self, model: Any, batch: MicroBatch, call: int = 0) -> dict[str, Any]:
         """Returns the arguments of a model's forward with labels, whose number trainers divide by themselves."""
         blocks = blocks_of(batch, self.vision)
         targets = None if self.predicts_masked else 1
-        inputs = model_inputs(model, batch, targets, group=self.group, kernel=self.kernel, device=self.device, blocks=blocks)
+        options: dict[str, Any] = {"group": self.group, "kernel": self.kernel, "device": self.device, "blocks": blocks}
+        with without_router_loss(next(module for module in model.modules() if hasattr(module, "get_input_embeddings"))):
+            inputs = model_inputs(model, batch, targets, **options)
         if self.predicts_masked:
             inputs["labels"] = batch.labels.to(self.device).unsqueeze(0)
         inputs.pop("num_items_in_batch", None)
+        if self.router_loss is not None:
+            self.router_loss.rows = batch.layout.tokens
+        if self.noise is not None and model.training:
+            self.noise.begin(batch.layout, call)
         if isinstance(batch, WithImages):
             inputs["images"], positions = read_images(batch, self.vision, self.group, self.device)
             inputs["position_ids"] = row(positions)

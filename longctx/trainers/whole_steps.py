@@ -30,6 +30,7 @@ class WholeSteps:
     dynamic: Sharing
     _next: tuple[Iterator[Any], Future[Share]] | None = None
     """Batches of an epoch, and the step that is being shared from them while the one before runs."""
+    _share = Share()  # of the last step
     _told = False  # that labels of padding have no loss
     _gathers_loss = False
     """Whether the loss of a batch is what the trainer gathers next."""
@@ -63,6 +64,7 @@ class WholeSteps:
         model.train()  # as the trainer's own step does; metrics are counted by mode
         # FSDP2 would keep whole gradients until the last micro-batch.
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        self._share = share if share.plan else self._share
         with self._metrics_of_the_step(share):
             for index, batch in enumerate(share.micro_batches):
                 last = always or index == len(share.micro_batches) - 1
@@ -70,19 +72,29 @@ class WholeSteps:
                     loss += own.training_step(model, self.dynamic.inputs(model, batch), num_items_in_batch)
         return loss
 
+    def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """Adds to the log of a step how it was split."""
+        own: Any = super()
+        if "loss" in logs and (plan := self._share.plan) is not None:
+            split = len(plan.lengths) - plan.degrees.get(1, 0)
+            logs |= {"highest_degree": max(plan.degrees), "split_documents": split, "balance": 1 - plan.idle_share}
+        own.log(logs, *more, **named)
+
     def compute_loss(
         self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Sums the loss of an encoder over its labels and divides it as that of other models, which transformers sums itself:
+        """Sums the loss of an encoder, or one with smoothed labels, and divides it as others, which transformers sums itself:
         encoders take the mean over the masked tokens of a rank."""
         own: Any = super()
-        if not self.dynamic.predicts_masked or "ring_attention" not in inputs:
+        smoothing = self.args.label_smoothing_factor
+        if not (self.dynamic.predicts_masked or smoothing) or "ring_attention" not in inputs:
             return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs.pop("labels")[0]
+        labels = inputs.pop("labels")[0]  # those of causal models are shifted
+        inputs.pop("shift_labels", None)
         outputs = model(**inputs)
         ranks = self.dynamic.ranks if self.args.average_tokens_across_devices else 1
         logits = outputs["logits"][0, : len(labels)].float()  # none on a rank without tokens
-        loss = F.cross_entropy(logits, labels, reduction="sum") * ranks / num_items_in_batch
+        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) * ranks / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -191,6 +203,8 @@ class WholeSteps:
         """
         metrics = getattr(self, "_metrics", {}).get("train" if self.model.training else "eval", {})
         before = {name: len(values) for name, values in metrics.items()}
+        if self.dynamic.router_loss is not None:
+            self.dynamic.router_loss.step_tokens = share.tokens
         tokens, loader = getattr(self, "_total_train_tokens", None), self.accelerator.gradient_state.active_dataloader
         remainder = getattr(loader, "remainder", None)
         if remainder is not None:
@@ -204,7 +218,9 @@ class WholeSteps:
         for name, values in metrics.items():
             if count and total and len(values) == before.get(name, 0) + count:
                 each = zip(share.micro_batch_targets, values[-count:], strict=True)
-                values[-count:] = [sum(targets * value for targets, value in each) / total]
+                mean = sum(targets * value for targets, value in each) / total
+                parts = sum(values[-count:]) / self.current_gradient_accumulation_steps  # as TRL divides them in the loss
+                values[-count:] = [parts if name == "aux_loss" else mean]
         if tokens is not None and self.model.training:
             self._total_train_tokens = tokens + share.tokens
             if count:

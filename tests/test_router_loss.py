@@ -1,0 +1,91 @@
+"""The auxiliary loss of a mixture's routers in trainers: that of plain transformers, over tokens that are computed together."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longctx.trainers import TrainerError, dynamic_context_parallel
+from longctx.trainers.documents import Document
+from tests.test_trainers import assert_equal, plain, trainer
+from tests.trainer_cases import PROFILE, finetune, model, train
+from tests.workers import Workers
+
+WHOLE = {"tokens_per_rank": 500, "mode": "static", "degree": 1}
+SPLIT = {"tokens_per_rank": 250, "mode": "static", "degree": 2}
+"""Budgets with which a step is one micro-batch, as in the plain run."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"budget": SPLIT}),
+        pytest.param(1, {"budget": WHOLE}, marks=pytest.mark.slow),
+        pytest.param(2, {"budget": SPLIT, "average_tokens_across_devices": False}, marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "one rank", "not averaged"],
+)
+def test_trainer(workers: Workers, tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    runs = workers.run(train, ranks, tmp_path, "qwen3_moe", 1, True, options)
+    assert_equal(runs, plain(workers, tmp_path, train, "qwen3_moe", {}))
+    assert runs[0]["micro_batches"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"), [(2, 3), pytest.param(1, 1, marks=pytest.mark.slow)], ids=["two ranks", "one rank"]
+)
+def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int) -> None:
+    """The coefficient of TRL's config, and the metric that it logs."""
+    options = {"kind": "qwen3_moe", "router_aux_loss_coef": 0.25}
+    runs = workers.run(finetune, ranks, tmp_path, accumulation, True, options | {"budget": SPLIT if ranks > 1 else WHOLE})
+    expected = plain(workers, tmp_path, finetune, options)
+    assert_equal(runs, expected)
+    assert runs[0]["micro_batches"] == 1
+    logs = [[entry["aux_loss"] for entry in run["log"] if "aux_loss" in entry] for run in (runs[0], expected)]
+    assert len(logs[0]) == 8 and logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+def test_several_micro_batches_are_weighted_by_their_tokens(tmp_path: Path) -> None:
+    """Loss and gradients are those of plain transformers, which takes the documents of every micro-batch as a padded batch."""
+    made, alone = model("qwen3_moe"), model("qwen3_moe")
+    ours = trainer(tmp_path, of=made)
+    dynamic_context_parallel(ours, tokens_per_rank=40, profile=PROFILE)
+    assert made.config.output_router_logits
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, 128, length) for length in (30, 7, 19, 12)]
+    share = ours.dynamic.share([[Document(each, np.append(each[1:], -100)) for each in ids]])
+    assert len(share.micro_batches) > 1
+    with ours._metrics_of_the_step(share):
+        for batch in share.micro_batches:
+            made(**ours.dynamic.inputs(made, batch)).aux_loss.backward()
+    for placed in ours.dynamic.plans[-1].micro_batches:
+        rows = [torch.from_numpy(ids[each.document]) for each in placed]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        (alone(input_ids=padded, attention_mask=mask).aux_loss * mask.sum() / share.tokens).backward()
+    for name, weight in made.named_parameters():
+        expected = alone.get_parameter(name).grad
+        assert (weight.grad is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_another_loss_of_routers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as module
+
+    ours, function = trainer(tmp_path, of=model("qwen3_moe")), module.load_balancing_loss_func
+    monkeypatch.setattr(module, "load_balancing_loss_func", lambda *given: 2 * function(*given))
+    with pytest.raises(TrainerError, match=r"Qwen3MoeForCausalLM does not compute the auxiliary loss .* as most models do"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert ours.model.config.output_router_logits and not hasattr(ours, "dynamic")
+
+
+def test_trainers_of_sequences_refuse_it(tmp_path: Path) -> None:
+    from trl import DPOTrainer
+
+    ours = trainer(tmp_path, of=model("qwen3_moe"))
+    ours.__class__ = type("DPOTrainer", (DPOTrainer,), {"__module__": "trl.trainer.dpo_trainer"})
+    with pytest.raises(TrainerError, match=r"whole steps of models of text alone: set router_aux_loss_coef=0.0 in TrainingArg"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
