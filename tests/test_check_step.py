@@ -53,6 +53,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (lambda probe: of_type(probe, "qwen3", attention_dropout=0.1), "dropout above 0: set it to 0"),
         (lambda probe: trainer(probe, probe.model().bfloat16()), "weights are bfloat16"),
+        (lambda probe: of_type(probe, "mixtral", output_router_logits=True), "loss of routers is another objective"),
+        (lambda probe: of_type(probe, "bloom", n_head=4), "cannot run BloomForCausalLM with a mask and positions"),
         (lambda probe: trainer(probe, label_smoothing_factor=0.1), "label_smoothing_factor is above 0"),
         (lambda probe: trainer(probe, bf16=True), "bf16 or fp16 is on"),
     ],
