@@ -17,6 +17,8 @@ EXACT, NEAR = 1e-4, 2e-2
 where hidden states are unknown."""
 SAME_STATE = 1e-3
 """Largest relative difference of two hidden states that are the same."""
+Pair = tuple[int, int, int]
+"""A prediction in a context: the context's number, the token's, and the id."""
 States = list[tuple[list[int], torch.Tensor]]
 """By context: numbers of tokens, and their hidden states [tokens, H]."""
 Prediction = tuple[int, int]
@@ -89,17 +91,30 @@ class Fitter:
         residual, best = min(tried, key=lambda each: each[0])
         if residual > EXACT and (inverted := self._inverted(candidates, best)) is not None and inverted.exact:
             return inverted
-        terms, weights = self._terms(best)[0], self._solve(best)[1]
-        parts = weights.split([len(term.predictions) for term in terms])
+        pairs, at = defaultdict[Pair, float](float), candidates.index(best)
+        predictions = (each for term in self._terms(best)[0] for each in term.predictions)
+        for prediction, weight in zip(predictions, self._solve(best)[1].tolist(), strict=True):
+            pairs[at, *prediction] += weight
+        return self._outcome(candidates, pairs, {}, dict.fromkeys(self.documents, best), residual, EXACT)
+
+    def _outcome(
+        self,
+        candidates: list[Context],
+        pairs: dict[Pair, float],
+        unknown: dict[Prediction, float],
+        contexts: dict[int, Context],
+        residual: float,
+        tolerance: float,
+    ) -> Fit:
         found = defaultdict[Prediction, float](float)
-        for term, part in zip(terms, parts, strict=True):
-            for prediction, weight in zip(term.predictions, part.tolist(), strict=True):
-                found[prediction] += weight
+        for prediction, weight in [*((each[1:], weight) for each, weight in pairs.items()), *unknown.items()]:
+            found[prediction] += weight
         # Padding is alike in many places, so that the weight of each is in doubt.
         of_padding = max((abs(weight) for (number, _), weight in found.items() if number < 0), default=0.0)
-        whole = of_padding < 1e-3 * max(map(abs, found.values()))
-        outcome = self.reference.gradients([(term, part) for term, part in zip(terms, parts, strict=True)])
-        return Fit(dict.fromkeys(self.documents, best), dict(found), residual, *outcome, whole)
+        whole = not unknown and tolerance == EXACT and of_padding < 1e-3 * max(map(abs, found.values()))
+        gradients = self.reference.gradients(self._of_pairs(candidates, pairs))
+        lost = [number for number, _ in unknown if number >= 0]
+        return Fit(contexts, dict(found), residual, *gradients, whole, lost, tolerance)
 
     def alike(self, fit: Fit, candidates: list[Context]) -> list[str]:
         """Returns the names of other contexts that are exact, too, if the one of `fit` is a fault."""
@@ -169,26 +184,17 @@ class Fitter:
         if as_one:
             pairs = {each: weight for each, weight in pairs.items() if each[2] != END}
             unknown.pop((-1, END), None)
-        found = defaultdict[Prediction, float](float)
-        for (number, target), weight in [*((each[1:], weight) for each, weight in pairs.items()), *unknown.items()]:
-            found[number, target] += weight
-        outcome = self.reference.gradients(list(self._of_pairs(candidates, pairs)))
-        lost = [number for number, _ in unknown if number >= 0]
         residual = float(left.norm() / self.gradient.norm())
-        tolerance = NEAR if unknown or as_one else EXACT
-        whole = tolerance == EXACT and all(number >= 0 for _, number, _ in pairs)
-        return Fit(chosen, dict(found), residual, *outcome, whole, lost, tolerance)
+        return self._outcome(candidates, pairs, unknown, chosen, residual, NEAR if unknown or as_one else EXACT)
 
     def _states(self, context: Context) -> tuple[list[int], torch.Tensor]:
         """Returns the numbers of a context's tokens and their hidden states [tokens, H]."""
         numbers = [number for sequence in context.sequences for number in sequence.numbers]
         return numbers, torch.cat([self.reference.states(each, self._ids(each)) for each in context.sequences])
 
-    def _shared(
-        self, candidates: list[Context], chosen: dict[int, Context], shared: set[int]
-    ) -> tuple[list[tuple[int, int, int]], Columns]:
+    def _shared(self, candidates: list[Context], chosen: dict[int, Context], shared: set[int]) -> tuple[list[Pair], Columns]:
         """Returns predictions of ids that many tokens predict: number of the context, token, id; and their columns."""
-        keys, parts = list[tuple[int, int, int]](), list[Columns]()
+        keys, parts = list[Pair](), list[Columns]()
         for at, context in enumerate(candidates):
             terms, columns = self._terms(context)
             predictions = [prediction for term in terms for prediction in term.predictions]
@@ -203,7 +209,7 @@ class Fitter:
 
     def _matched(
         self, ids: list[int], h: torch.Tensor, weights: torch.Tensor, states: States, near: float
-    ) -> tuple[dict[tuple[int, int, int], float], dict[Prediction, float]]:
+    ) -> tuple[dict[Pair, float], dict[Prediction, float]]:
         """Returns weights by context, token and id: whose hidden state predicts an id; by token and id, where it is none's.
 
         The token before the predicted one comes first, in its first context.
@@ -211,7 +217,7 @@ class Fitter:
         owners = [(at, number) for at, (numbers, _) in enumerate(states) for number in numbers]
         owned = torch.cat([state for _, state in states])
         alike = torch.cdist(F.normalize(h), F.normalize(owned)) < near
-        pairs, unknown = dict[tuple[int, int, int], float](), dict[Prediction, float]()
+        pairs, unknown = dict[Pair, float](), dict[Prediction, float]()
         for at, (token, weight) in enumerate(zip(ids, weights.tolist(), strict=True)):
             if weight > 1e-3 * float(weights.max()):
                 before = self.tokens.before(token)
@@ -222,14 +228,12 @@ class Fitter:
                     unknown[before, token] = weight
         return pairs, unknown
 
-    def _context_of(self, document: int, pairs: Iterable[tuple[int, int, int]], candidates: list[Context]) -> Context:
+    def _context_of(self, document: int, pairs: Iterable[Pair], candidates: list[Context]) -> Context:
         """Returns the wrong context that most tokens of a document have, or the right one."""
         votes = Counter(at for at, number, _ in pairs if number >= 0 and self.tokens.document[number] == document)
         return candidates[max((at for at in votes if candidates[at].name != APART), key=votes.__getitem__, default=0)]
 
-    def _of_pairs(
-        self, candidates: list[Context], pairs: dict[tuple[int, int, int], float]
-    ) -> Iterable[tuple[Term, torch.Tensor]]:
+    def _of_pairs(self, candidates: list[Context], pairs: dict[Pair, float]) -> Iterable[tuple[Term, torch.Tensor]]:
         """Yields terms, and the weights of their predictions."""
         for at, context in enumerate(candidates):
             own = {(number, target): weight for (n, number, target), weight in pairs.items() if n == at}

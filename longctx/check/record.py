@@ -105,9 +105,7 @@ def reference_of(model: Any) -> nn.Module:
     if any(value for name, value in vars(config or {}).items() if "dropout" in name and isinstance(value, float)):
         raise CheckError("the model's config has a dropout above 0: set it to 0")
     if getattr(config, "output_router_logits", False):
-        raise CheckError(
-            "the loss of routers is another objective: set output_router_logits to False"
-        )
+        raise CheckError("the loss of routers is another objective: set output_router_logits to False")
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters() if weight.is_floating_point()}
     if dtypes - {"float32", "float64"}:
         raise CheckError(f"weights are {', '.join(sorted(dtypes))}: rounding would hide faults below 1 %; make them float32")
