@@ -411,7 +411,7 @@ MUTANTS: dict[str, tuple[Make, str, int, str]] = {
         "gradient of embeddings", 1, "parameters|embed|backward"),
     "gradient ends in a layer": (inside(change=deaf("layers.0.mlp")), "a layer has another gradient", 1, "parameters|backward"),
     "gradients not synchronised": (inside(trainer=Unsynchronised), "ranks differ", 2, "differ"),
-    "same data on all ranks": (inside(trainer=same_data()), "documents repeated", 2, "repeated|twice|more than once|same documents"),
+    "same data on all ranks": (inside(trainer=same_data()), "documents repeated", 2, "repeated|twice|same documents"),
     "loss times ranks": (inside(trainer=losses_by(lambda own, labels, n, *_: own.sum() / n * ranks())),
         "factor of ranks", 2, FACTOR),
     "mean of ranks": (inside(trainer=losses_by(lambda own, labels, n, *_: own.sum() / counted(labels).sum() / ranks())),

@@ -121,8 +121,8 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
 
 def _argument_problems(trainer: Any) -> Iterator[str]:
     args, accelerator = trainer.args, trainer.accelerator
-    of_trl = () if trainer_of_trl(trainer) is None else ("label_smoothing_factor",)
-    for name in (*of_trl, "torch_compile", "use_liger_kernel"):
+    smoothed = trainer_of_trl(trainer) is None and not trainer.model.config.is_encoder_decoder
+    for name in ("torch_compile", "use_liger_kernel", *["label_smoothing_factor"] * (not smoothed)):
         if getattr(args, name, None):
             yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
     if args.n_gpu > 1:
