@@ -586,6 +586,15 @@ def test_smoothed_labels_in_trainers_of_trl_are_refused(tmp_path: Path) -> None:
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
+def test_a_version_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer
+
+    ours = trainer(tmp_path)
+    monkeypatch.delattr(Trainer, "get_batch_samples")
+    with pytest.raises(TrainerError, match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.23 or 5.24"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
 def test_documents_that_trl_has_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import datasets
     from trl import SFTConfig, SFTTrainer

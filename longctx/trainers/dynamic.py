@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.refusals import TrainerError, balances, needs_sequences, noisy, predicts_masked, prepared_part, refuse
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
-from longctx.trainers.whole_steps import REPLACED, WholeSteps
+from longctx.trainers.whole_steps import NEEDED, REPLACED, WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
 
 
@@ -67,6 +68,10 @@ def dynamic_context_parallel(
     """
     if hasattr(trainer, "dynamic"):
         raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
+    if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
+        raise TrainerError(
+            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.23 or 5.24"
+        )
     refuse(trainer, own_loss_is_a_token_sum, REPLACED)
     args = trainer.args
     check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
