@@ -132,18 +132,18 @@ class Judge:
             return
         unknown, place, document, at = set(self.fit.unknown), self.tokens.place, self.tokens.document, self._places()
         known = {number for number, _ in self.kept | self.extra if number >= 0} - unknown
-        rank = {number: where[0] for number, where in at.items()}
-        ranks = {each: {rank[n] for n in self.tokens.of(each) if n in rank} for each in self.documents}
+        rank = [at[number][0] if number in at else -1 for number in range(len(self.tokens))]
+        ranks = {each: {rank[n] for n in self.tokens.of(each)} for each in self.documents}
         least = min(place[number] for number in unknown)
-        first = {n: next(number for number in row if number >= 0) for n, (_, row) in enumerate(self.calls) if max(row) >= 0}
-        edge = max((n for n in range(1, min(unknown) + 1) if rank.get(n, 0) != rank.get(n - 1, 0)), default=len(place))
+        first = {number: next(n for n in row if n >= 0) for _, row in self.calls for number in row if number >= 0}
+        edge = max((n for n in range(1, min(unknown) + 1) if rank[n] != rank[n - 1]), default=len(place))
         rules: dict[str, Callable[[int], bool]] = {
             ORDER: lambda n: True,
             SCORES: lambda n: place[n] > 0,
             EXCHANGE: lambda n: any(rank[n] != rank[m] for m in range(n - place[n], n)),
             SPLIT: lambda n: len(ranks[document[n]]) > 1,
             EDGE: lambda n: n >= edge,
-            "documents of a row are mixed": lambda n: document[n] != document[first[at[n][2]]],
+            "documents of a row are mixed": lambda n: document[n] != document[first.get(n, n)],
             REACH: lambda n: place[n] >= least,
         }
         of_ranks = {f", on rank {each}": each for each in range(self.record.ranks)} if self.record.ranks > 1 else {}
