@@ -19,7 +19,6 @@ import io
 import os
 import re
 import sys
-import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -78,8 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError) as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(2.0)  # rank 0 says the same, and its end ends this process; else it is an error of this rank alone
+        from longctx.parallel.environment import wait_for_rank_0
+
+        wait_for_rank_0()
         print(f"longctx {name}: error: {shortened(str(error), LONGEST_MESSAGE)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Environment: the place of this process as its launcher set it, and its share of the machine's cores."""
 
 import os
+import time
 from dataclasses import dataclass
 
 from longctx.errors import UserError
@@ -32,6 +33,12 @@ class Launch:
                     f"the environment variable {name} is {value!r}: it must be a number; unset it, or start with torchrun"
                 )
         return cls(*map(int, values.values()))
+
+
+def wait_for_rank_0() -> None:
+    """Waits 2 s, but for rank 0, whose end ends this process: of an error of all ranks, it alone tells."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(2.0)
 
 
 def processes_per_node(ranks: int) -> int | None:
