@@ -58,7 +58,7 @@ class Encoder:
         self.begin = np.zeros(0, self.tokenizer.dtype) if known is None else known.begin
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
-        self._markup = self.template.markup if self.template else Markup(self.tokenizer.text, self.tokenizer.dtype)
+        self._markup = self.template.markup if self.template else Markup(self.tokenizer)
         self._begin = "".join(self.tokenizer.decode([token]) for token in self.begin)
         self._special = np.array(sorted(self.tokenizer.special.keys() - {self.tokenizer.unknown}), self.tokenizer.dtype)
 

@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as TokenizerJson
 
-from longctx.data.tokenizer import TokenArray, TokenWeights, encoded, token_weights
+from longctx.data.tokenizer import TokenArray, Tokenizer, TokenWeights, encoded, token_weights
 
 Spans = Sequence[tuple[int, int]]
 """Spans of characters start … stop - 1 of a text, in ascending order, without overlap."""
@@ -35,14 +35,14 @@ class Marked(NamedTuple):
 
 
 class Markup:
-    """Encodes rendered conversations as `transformers` does, without adding special tokens. `text` is a tokenizer.json."""
+    """Encodes rendered conversations as `transformers` does, without adding special tokens."""
 
-    def __init__(self, text: str, dtype: np.dtype[Any]) -> None:
-        self._inner = TokenizerJson.from_str(text)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._inner = TokenizerJson.from_str(tokenizer.text)
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.post_processor = None  # some exclude spaces from the offsets
-        self._dtype = dtype
+        self._dtype, self._kept = tokenizer.dtype, tokenizer.kept
         added = self._inner.get_added_tokens_decoder()
         self.special = [token.content for token in added.values() if token.special]
         """Texts of the special tokens."""
@@ -65,7 +65,7 @@ class Markup:
 
     def encode(self, text: str, spans: Spans, weights: Weights = None) -> Marked:
         """Encodes one text. Raises TokenizerError if the tokenizer cannot encode it."""
-        encoding = encoded(self._inner, text, "a conversation", offsets=True)
+        encoding = encoded(self._inner, text, "a conversation", self._kept, offsets=True)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         trained = np.zeros(len(starts), np.float32)
         straddling = 0

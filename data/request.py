@@ -80,7 +80,7 @@ class StoreRequest:
         known = self.pretrained
         if known is None or self.templates is None:
             return None
-        markup = Markup(known.tokenizer.text, known.tokenizer.dtype)
+        markup = Markup(known.tokenizer)
         return Template(self.templates, known.variables, markup, known.ends, self.train_on, self.empty_thoughts)
 
     @cached_property

@@ -50,6 +50,7 @@ class Tokenizer:
 
     Attributes:
         unknown: id of the token that stands for text that the tokenizer lacks; None: it represents every character.
+        kept: bytes of UTF-8 that it represents, if it drops others.
     """
 
     def __init__(self, text: str, end_of_document: str | None = None) -> None:
@@ -76,7 +77,7 @@ class Tokenizer:
         self.end_of_document = vocabulary[self.end_of_document_token]
         content = json.loads(text)
         self.is_bytes = _is_bytes(content)
-        self.unknown = _unknown(self._inner, content)
+        self.unknown, self.kept = _unknown(self._inner, content)
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
@@ -164,7 +165,7 @@ class Tokenizer:
             return list(threads.map(self._encode_one, texts))
 
     def _encode_one(self, text: str) -> TokenArray:
-        return np.array(encoded(self._inner, text, "a text").ids, self.dtype)
+        return np.array(encoded(self._inner, text, "a text", self.kept).ids, self.dtype)
 
     def covered(self, text: str) -> tuple[int, int]:
         """Returns how many characters of a text are not white space, and how many of these a token comes from.
@@ -193,8 +194,13 @@ class Tokenizer:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
-def encoded(inner: TokenizerJson, text: str, kind: str, *, offsets: bool = False) -> Encoding:
+def encoded(inner: TokenizerJson, text: str, kind: str, kept: bytes = b"", *, offsets: bool = False) -> Encoding:
     """Encodes a text without special tokens around it, and with `offsets`. Raises TokenizerError naming the `kind` of text."""
+    if kept and (lost := text.encode().translate(None, kept)):
+        raise TokenizerError(
+            f"the tokenizer would drop bytes of {kind} that begins with {text[:40]!r}: it lacks {lost[:4]!r}; "
+            f"remove the characters, or {ANOTHER_TOKENIZER}"
+        )
     try:
         encode = inner.encode_batch if offsets else inner.encode_batch_fast
         (encoding,) = encode([text], add_special_tokens=False)
@@ -205,19 +211,24 @@ def encoded(inner: TokenizerJson, text: str, kind: str, *, offsets: bool = False
     return encoding
 
 
-def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> int | None:
-    """Returns the id of the unknown token; None if there is none. Raises TokenizerError for BPE that drops what it lacks."""
+def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> tuple[int | None, bytes]:
+    """Returns the id of the unknown token, None if there is none, and the bytes of UTF-8 of a byte-level BPE that drops others.
+
+    Raises TokenizerError for BPE that drops other characters, or those of ASCII.
+    """
     model, known = content["model"], inner.model.token_to_id
     unknown: int | None = model.get("unk_id") if model.get("unk_token") is None else known(model["unk_token"])
-    of_bytes = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else []
-    if '"ByteLevel"' in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")]):
-        of_bytes = [*byte_vocabulary()]
-    complete = bool(of_bytes) and all(known(byte) is not None for byte in of_bytes)
-    if unknown is None and isinstance(inner.model, models.BPE) and not complete:
+    if unknown is not None or not isinstance(inner.model, models.BPE):
+        return unknown, b""
+    of_bytes = {f"<0x{byte:02X}>": byte for byte in range(256)} if model.get("byte_fallback") else {}
+    if by_byte := '"ByteLevel"' in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")]):
+        of_bytes = byte_vocabulary()
+    lacking = {byte for token, byte in of_bytes.items() if known(token) is None}
+    if not of_bytes or (lacking and (not by_byte or lacking & {*b" \n", *range(0x21, 0x7F)})):
         raise TokenizerError(
             f"it drops characters that its vocabulary lacks without a trace: set unk_token in its model, or {ANOTHER_TOKENIZER}"
         )
-    return unknown
+    return unknown, bytes(set(range(256)) - lacking) if lacking else b""
 
 
 def same_tokens(one: str, other: str) -> bool:

@@ -182,7 +182,7 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
     family, messages = FAMILIES[name], chat(*contents[: len(contents) // 2 * 2])
     checkpoint = Pretrained.load(str(checkpoints[name]))
     assert checkpoint.templates is not None
-    markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
+    markup = Markup(checkpoint.tokenizer)
     template = Template(checkpoint.templates, checkpoint.variables, markup, checkpoint.ends, empty_thoughts=True)
     try:
         rendered = template.render(messages, None)

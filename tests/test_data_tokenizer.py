@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 from longctx.data.chat import ChatML
 from longctx.data.messages import parse_messages
 from longctx.data.prepare import prepare
-from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint, same_tokens
+from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, byte_vocabulary, fingerprint, same_tokens
 from tests.data_cases import CONVERSATION, text_of
 
 TEXTS = [text_of(400, seed) + " the theory of the thing" for seed in range(20)]
@@ -222,3 +222,12 @@ def test_a_tokenizer_that_removes_the_text_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path / "text.txt", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match="must be at most 16777216"):
         Tokenizer.train(["a"], 1 << 31)
+
+
+def test_a_byte_level_tokenizer_may_lack_bytes_of_no_text() -> None:
+    """As SmolLM2's, which lacks control characters."""
+    vocabulary = {token: byte for token, byte in byte_vocabulary().items() if byte not in (4, 0xF1, 0xC0)} | {"</s>": 256}
+    tokenizer = tokenizer_of(models.BPE(vocabulary, []), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    assert tokenizer.encode("a\nö").tolist() == list("a\nö".encode())
+    with pytest.raises(TokenizerError, match=r"would drop bytes of a text that begins with 'a.*': it lacks b'.x04'"):
+        tokenizer.encode("a\x04")
