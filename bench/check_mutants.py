@@ -247,13 +247,12 @@ def logs(name: str, change: Callable[[float], float]) -> type[Trainer]:
 
 
 def same_data(trainer: type[Trainer] = Trainer) -> type[Trainer]:
-    class Same(trainer):  # type: ignore[valid-type,misc]
-        def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(
-                self.train_dataset, self.args.per_device_train_batch_size, collate_fn=self.data_collator
-            )
+    def loader(self: Any) -> Any:
+        return torch.utils.data.DataLoader(
+            self.train_dataset, self.args.per_device_train_batch_size, collate_fn=self.data_collator
+        )
 
-    return Same
+    return type("Same", (trainer,), {"get_train_dataloader": loader})
 
 
 # Attention and models with a fault

@@ -214,7 +214,7 @@ def encoded(inner: TokenizerJson, text: str, kind: str, kept: bytes = b"", *, of
 def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> tuple[int | None, bytes]:
     """Returns the id of the unknown token, None if there is none, and the bytes of UTF-8 of a byte-level BPE that drops others.
 
-    Raises TokenizerError for BPE that drops other characters, or those of ASCII.
+    Raises TokenizerError for BPE that drops other characters, or printable ASCII, or after a normalizer, which changes bytes.
     """
     model, known = content["model"], inner.model.token_to_id
     unknown: int | None = model.get("unk_id") if model.get("unk_token") is None else known(model["unk_token"])
@@ -224,7 +224,8 @@ def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> tuple[int | None,
     if by_byte := '"ByteLevel"' in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")]):
         of_bytes = byte_vocabulary()
     lacking = {byte for token, byte in of_bytes.items() if known(token) is None}
-    if not of_bytes or (lacking and (not by_byte or lacking & {*b" \n", *range(0x21, 0x7F)})):
+    seen = by_byte and not content.get("normalizer") and not lacking & {*b"\n", *range(0x20, 0x7F)}
+    if not of_bytes or (lacking and not seen):
         raise TokenizerError(
             f"it drops characters that its vocabulary lacks without a trace: set unk_token in its model, or {ANOTHER_TOKENIZER}"
         )

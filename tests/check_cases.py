@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from longctx.check import PROBES, CheckError, Probe, Step, check_step, record
-from longctx.check.contexts import CUT, LOCAL_POSITIONS, ROW_RESTARTED, SHARD_RESTARTED
+from longctx.check.contexts import COUNTED, CUT, GIVEN, LOCAL_POSITIONS, ROW_RESTARTED, SHARD_RESTARTED
 from longctx.check.trainer import arguments
-from longctx.check.verdict import NOT_SHIFTED, ORDER, SHIFTED_TWICE
+from longctx.check.verdict import EXCHANGE, NOT_SHIFTED, OF_OTHERS, ORDER, SAME_DATA, SHIFTED_TWICE
 from tests.trainer_cases import as_rank
 
 Make = Callable[[Probe], Any]
@@ -150,6 +151,8 @@ class Zigzag:
                 ks, vs = ([each if n == dist.get_rank() else each.detach() for n, each in enumerate(rows)] for rows in (ks, vs))
             if self.fault == "values of another rank":
                 vs = vs[1:] + vs[:1]
+            if self.fault == "half the values of others":
+                vs = [each if n == dist.get_rank() else each / 2 for n, each in enumerate(vs)]
             k, v = torch.cat(ks, 2), torch.cat(vs, 2)
             their_places, their_documents = (
                 torch.cat([self.shard(whole, rank) for rank in ranks]) for whole in (self.places, self.documents)
@@ -179,9 +182,12 @@ class Zigzag:
         if self.fault == "shifted after the split":
             own = self.shard(torch.tensor(labels))
             wanted = torch.cat([own[1:], own.new_tensor([-100])])
+        if self.fault == "labels reversed":
+            wanted = wanted.flip(0)
         with record(model) as seen:
             model.set_attn_implementation("zigzag")
             places = torch.arange(len(wanted)) if self.fault == "positions of the shard" else self.shard(starts)
+            places = places * 2 if self.fault == "positions doubled" else places
             logits = model(input_ids=self.shard(ids)[None], position_ids=places[None], use_cache=False).logits[0]
             count = sum(label >= 0 for label in labels[1:])
             divisor = int((wanted >= 0).sum()) * ranks if self.fault == "mean of the rank" else count
@@ -206,8 +212,14 @@ def right(probe: Probe) -> Any:
     return trainer(probe)
 
 
-def left(probe: Probe) -> Any:
-    return trainer(probe, collator=pad(probe, left=True))
+def left(probe: Probe, kind: str = "qwen3") -> Any:
+    return trainer(probe, kind, pad(probe, left=True))
+
+
+def everything(probe: Probe) -> Any:
+    made = trainer(probe)
+    made.get_train_dataloader = lambda: DataLoader(made.train_dataset, 12, collate_fn=made.data_collator)
+    return made
 
 
 def padding(probe: Probe) -> Any:
@@ -292,6 +304,7 @@ CASES: dict[str, tuple[Make, Probe, list[str]]] = {
     "no shift": (partial(own, loss=unshifted), PLAIN, [NOT_SHIFTED]),
     "two shifts": (partial(own, loss=twice), PLAIN, [SHIFTED_TWICE]),
     "half a gradient": (without_gradients_of("k_proj"), PLAIN, ["the backward pass is wrong"]),
+    "GPT-2, padded at the left": (partial(left, kind="gpt2"), PLAIN, [COUNTED, "first tokens are predicted from padding"]),
     "GPT-2: transformers count first tokens": (
         partial(of_type, kind="gpt2"),
         SHORT,
@@ -311,6 +324,10 @@ ON_TWO: dict[str, tuple[Make, Probe, list[str]]] = {
     "mean over ranks": (Zigzag("mean over ranks"), PLAIN, ["the loss has a wrong scale"]),
     "not reduced": (Zigzag("not reduced"), PLAIN, ["gradients differ between ranks"]),
     "values of another rank": (Zigzag("values of another rank"), PLAIN, [ORDER]),
+    "half the values of others": (Zigzag("half the values of others"), PLAIN, [EXCHANGE]),
+    "positions doubled": (Zigzag("positions doubled"), PLAIN, [GIVEN]),
+    "labels reversed": (Zigzag("labels reversed"), PLAIN, ["tokens are predicted from padding", OF_OTHERS]),
+    "the same data on all ranks": (everything, PLAIN, [SAME_DATA]),
 }
 
 

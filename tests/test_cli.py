@@ -143,6 +143,18 @@ def test_user_errors_have_no_traceback(
     assert (captured.out, captured.err) == ("", message)
 
 
+@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [2.0])])
+def test_rank_0_tells_an_error_of_all_ranks_first(
+    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rank: str | None, waits: list[float]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("longctx.parallel.environment.time.sleep", waited.append)
+    monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    command(fails(UserError("this, by that rule: do so")))
+    assert cli.main(["plan"]) == 2
+    assert waited == waits
+
+
 @pytest.mark.parametrize("error", [ValueError("a library's"), RuntimeError("a bug")])
 def test_other_errors_keep_their_traceback(command: Callable[..., None], error: Exception) -> None:
     command(fails(error))

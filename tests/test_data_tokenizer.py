@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerJson
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from longctx.data.chat import ChatML
 from longctx.data.messages import parse_messages
@@ -114,6 +114,7 @@ def tokenizer_of(model: models.Model, pre_tokenizer: Any = None, normalizer: Any
 
 
 LETTERS = {letter: number for number, letter in enumerate("abcdeÃ▁")} | {"</s>": 7, "<unk>": 8}
+FEWER_BYTES = {token: byte for token, byte in byte_vocabulary().items() if byte not in (4, 0xF1, 0xC0)} | {"</s>": 256}
 HEX = {f"<0x{byte:02X}>": 9 + byte for byte in range(256)}
 PIECES: list[tuple[str, float]] = [("<unk>", 0.0), *((piece, -1.0) for piece in LETTERS if piece != "<unk>")]
 
@@ -138,18 +139,19 @@ def test_unknown_tokens_are_known(model: Any, pre_tokenizer: Any, text: str, unk
 
 
 @pytest.mark.parametrize(
-    ("model", "pre_tokenizer"),
+    ("model", "pre_tokenizer", "normalizer"),
     [
-        (models.BPE(LETTERS, []), pre_tokenizers.Metaspace()),
-        (models.BPE(LETTERS, []), pre_tokenizers.ByteLevel(add_prefix_space=False)),
-        (models.BPE(LETTERS | {"<0xC3>": 9}, [], byte_fallback=True), None),
+        (models.BPE(LETTERS, []), pre_tokenizers.Metaspace(), None),
+        (models.BPE(LETTERS, []), pre_tokenizers.ByteLevel(add_prefix_space=False), None),
+        (models.BPE(LETTERS | {"<0xC3>": 9}, [], byte_fallback=True), None, None),
+        (models.BPE(FEWER_BYTES, []), pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC()),
     ],
 )
-def test_a_tokenizer_that_drops_characters_is_refused(model: Any, pre_tokenizer: Any) -> None:
+def test_a_tokenizer_that_drops_characters_is_refused(model: Any, pre_tokenizer: Any, normalizer: Any) -> None:
     with pytest.raises(
         TokenizerError, match="drops characters that its vocabulary lacks without a trace: set unk_token in its"
     ):
-        tokenizer_of(model, pre_tokenizer)
+        tokenizer_of(model, pre_tokenizer, normalizer)
 
 
 def test_a_tokenizer_that_cannot_encode_a_text_says_so() -> None:
@@ -226,8 +228,7 @@ def test_a_tokenizer_that_removes_the_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_byte_level_tokenizer_may_lack_bytes_of_no_text() -> None:
     """As SmolLM2's, which lacks control characters."""
-    vocabulary = {token: byte for token, byte in byte_vocabulary().items() if byte not in (4, 0xF1, 0xC0)} | {"</s>": 256}
-    tokenizer = tokenizer_of(models.BPE(vocabulary, []), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = tokenizer_of(models.BPE(FEWER_BYTES, []), pre_tokenizers.ByteLevel(add_prefix_space=False))
     assert tokenizer.encode("a\nö").tolist() == list("a\nö".encode())
     with pytest.raises(TokenizerError, match=r"would drop bytes of a text that begins with 'a.*': it lacks b'.x04'"):
         tokenizer.encode("a\x04")

@@ -1,7 +1,7 @@
 """Contexts: what each token may have seen in forward, as sequences that the reference runs one after the other."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -126,9 +126,10 @@ def _real(row: list[int]) -> list[int]:
     return [number for number in row if number >= 0]
 
 
-def _sequences(rows: Iterable[list[int]], positions: object, sight: Sight = "causal") -> tuple[Sequence, ...]:
-    made = (Sequence(tuple(row), tuple(positions(row)), sight) for row in rows if row)  # type: ignore[operator]
-    return tuple(dict.fromkeys(made))
+def _sequences(
+    rows: Iterable[list[int]], positions: Callable[[list[int]], Iterable[int]], sight: Sight = "causal"
+) -> tuple[Sequence, ...]:
+    return tuple(dict.fromkeys(Sequence(tuple(row), tuple(positions(row)), sight) for row in rows if row))
 
 
 def _run_on(documents: list[list[int]], rows: list[list[int]]) -> Iterator[Sequence]:

@@ -15,7 +15,7 @@ from longctx.check.reference import Columns, Reference, Target
 EXACT, NEAR = 1e-4, 2e-2
 """Largest residual relative to the gradient: of a true context, where float32 leaves about 1e-6, a wrong one 1e-2 and more; and
 where hidden states are unknown."""
-SAME_STATE = 1e-3
+SAME_STATE = 1e-4
 """Largest relative difference of two hidden states that are the same."""
 Pair = tuple[int, int, int]
 """A prediction in a context: the context's number, the token's, and the id."""
@@ -83,17 +83,18 @@ class Fitter:
 
     def fit(self, candidates: list[Context]) -> Fit:
         """Returns the first context that is exact for all documents; else what the gradient tells; else the nearest context."""
-        tried = [(self._solve(candidates[0])[0], candidates[0])]
-        for context in candidates[1:]:
-            if tried[-1][0] <= EXACT:
+        tried = list[tuple[float, int, torch.Tensor]]()
+        for at, context in enumerate(candidates):
+            residual, weights = self._solve(context)
+            tried.append((residual, at, weights))
+            if residual <= EXACT:
                 break
-            tried.append((self._solve(context)[0], context))
-        residual, best = min(tried, key=lambda each: each[0])
+        residual, at, weights = min(tried, key=lambda each: each[:2])
+        best, pairs = candidates[at], defaultdict[Pair, float](float)
         if residual > EXACT and (inverted := self._inverted(candidates, best)) is not None and inverted.exact:
             return inverted
-        pairs, at = defaultdict[Pair, float](float), candidates.index(best)
         predictions = (each for term in self._terms(best)[0] for each in term.predictions)
-        for prediction, weight in zip(predictions, self._solve(best)[1].tolist(), strict=True):
+        for prediction, weight in zip(predictions, weights.tolist(), strict=True):
             pairs[at, *prediction] += weight
         return self._outcome(candidates, pairs, {}, dict.fromkeys(self.documents, best), residual, EXACT)
 
@@ -173,8 +174,8 @@ class Fitter:
         given = dict.fromkeys((*self.tokens.ids, self.tokens.probe.pad))
         ids, chosen = [token for token in given if token not in shared], dict.fromkeys(self.documents, best)
         as_one = END in given and END not in shared  # which is not exact
-        near = 5 * SAME_STATE if as_one else SAME_STATE
-        for tolerance in (10 * SAME_STATE, near):  # then the ends of documents have the contexts of their documents
+        near = 50 * SAME_STATE if as_one else SAME_STATE
+        for tolerance in (100 * SAME_STATE, near):  # then the ends of documents have the contexts of their documents
             known, columns = self._shared(candidates, chosen, shared)
             h, weights, left, of_known = _read(self.gradient, matrix, torch.tensor(ids), size, columns)
             pairs, unknown = self._matched(ids, h, weights, states, tolerance)
@@ -237,8 +238,11 @@ class Fitter:
         """Yields terms, and the weights of their predictions."""
         for at, context in enumerate(candidates):
             own = {(number, target): weight for (n, number, target), weight in pairs.items() if n == at}
+            targets = defaultdict[int, list[int]](list)
+            for number, target in own:
+                targets[number].append(target)
             for sequence in context.sequences:
-                term = self._term(sequence, lambda number, own=own: [y for n, y in own if n == number])  # type: ignore[misc]
+                term = self._term(sequence, targets.__getitem__)
                 given = [own.pop(each, 0.0) for each in term.predictions]
                 if any(given):
                     yield term, torch.tensor(given, dtype=torch.float64)

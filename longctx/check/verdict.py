@@ -15,6 +15,7 @@ SAME = 2e-3
 BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
 NOT_SHIFTED, SHIFTED_TWICE = "labels are not shifted: tokens predict themselves", "labels are shifted twice"
+OF_OTHERS = "labels belong to other tokens"
 FORWARD = "hidden states are wrong"
 ORDER = "hidden states of all tokens are wrong, also of first ones: weights, heads, or the order of ranks"
 SCORES = "attention is wrong for all tokens but first ones: scores, heads or positions"
@@ -96,10 +97,10 @@ class Judge:
         if not self.fit.exact:
             names = ", ".join(dict.fromkeys(context.name for context in self.fit.contexts.values()))
             return [*found, Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {self.fit.residual:.1%} of it")]
-        shifted = [finding for finding in self._extra() if finding.kind in (NOT_SHIFTED, SHIFTED_TWICE)]
-        if shifted and not self.kept:
-            return [*found, *self._contexts(), *shifted]
-        found += [*self._contexts(), *self._unknown(), *self._extra(), *self._lost()]
+        found += [*self._contexts(), *self._unknown(), *(extra := list(self._extra()))]
+        if extra and not self.kept and all(finding.kind in (NOT_SHIFTED, SHIFTED_TWICE) for finding in extra):
+            return found
+        found += self._lost()
         ranks = range(self.record.ranks)
         held = [{number for call, row in self.calls if call.rank == rank for number in row} for rank in ranks]
         if len(held) > 1 and all(numbers == held[0] for numbers in held):
@@ -164,6 +165,9 @@ class Judge:
         found = defaultdict[str, list[Prediction]](list)
         for prediction in self.extra:
             found[self._kind_of(*prediction)].append(prediction)
+        for kind in (NOT_SHIFTED, SHIFTED_TWICE):
+            if len(found.get(kind, ())) < len(found.get(OF_OTHERS, ())):  # by chance
+                found[OF_OTHERS] += found.pop(kind, [])
         for kind, predictions in found.items():
             ids = self.tokens.ids
             from_padding = [(ids.index(t) if n < 0 and t in ids else n) for n, t in predictions]
@@ -190,7 +194,7 @@ class Judge:
             return "last tokens predict the first one of the next document"
         if any((number, target) in zip(row, call.ids[1:], strict=False) for call, row in self.calls):
             return "labels are shifted after the split: tokens at an edge predict the next one on their rank"
-        return "labels belong to other tokens"
+        return OF_OTHERS
 
     def _lost(self) -> Iterator[Finding]:
         found = defaultdict[str, list[Prediction]](list)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from longctx.data.prepare import Prepared
 
 ASKED = ("tokenizer", "end_of_document", "chat_template", "train_on", "max_length", "long_documents", "workers", "overwrite")
+"""Options that `prepare` takes by the same names."""
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
 
