@@ -183,3 +183,60 @@ def split(
             return seen.step(loss=float(logged) * factors.get(fault, 1), rows=[ids])
 
     return make
+
+
+# fmt: off
+BY_HAND: list[tuple[str, bool, str, str]] = [  # way, zigzag, fault, words of a right name
+    ("gathered", True, "not reordered", "order|causal|zigzag"),
+    ("gathered", False, "ranks swapped", "order|causal|rank"),
+    # NVIDIA/Megatron-LM 1464
+    ("gathered", True, "gradient not returned", "parameters|backward"),
+    ("gathered", False, "same part", "repeated|no call|twice"),
+    ("ring", False, "own part", "own part"),
+    ("ring", False, "mask in each step", "mask|own part"),
+    ("ring", False, "one late", "see"),
+    ("ring", False, "future", "not causal"),
+    ("ring", False, "wrong rank", "rank|order"),
+    ("ring", False, "no rescaling", "attention|log-sum-exp"),
+    ("ring", True, "no rescaling", "attention|log-sum-exp"),
+    # huggingface/diffusers 14265
+    ("ring", False, "stale in backward", "parameters|backward"),
+    ("ring", False, "documents in the first step", "see each other"),
+    ("ring", True, "documents in the first step", "see each other"),
+    ("ring", False, "window in the first step", "window"),
+    # NVIDIA-NeMo/Speech 9540
+    ("ring", False, "bounds divided", "see each other|cut"),
+    ("ulysses", False, "heads swapped", "attention|heads"),
+    ("ulysses", False, "heads interleaved", "attention|heads"),
+    # vllm-project/vllm-omni 5716
+    ("ulysses", False, "heads tiled", "attention|heads"),
+    ("ulysses", False, "own heads", "parameters|backward"),
+    ("ulysses", False, "ranks swapped", "order|causal"),
+    # huggingface/transformers 36607, NVIDIA-BioNeMo/bionemo-recipes 1449, alibaba/ChatLearn 343
+    ("gathered", False, "shifted after the split", "shifted after|later parts"),
+    ("gathered", True, "shifted after the split", "shifted after|later parts"),
+    ("gathered", False, "rolled after the split", "after the split|predict"),
+    ("gathered", True, "labels of another split", "labels|predict"),
+    # NVIDIA/Megatron-LM 560, 5243
+    ("gathered", False, "positions of the part", "positions"),
+    ("gathered", True, "positions of another split", "positions"),
+    ("gathered", False, "positions begin with the part", "positions"),
+    ("gathered", False, "an offset is wrong", "positions"),
+    # PrimeIntellect-ai/prime-rl 1957, pytorch/torchtitan 2206
+    ("gathered", False, "means of ranks", "mean of means"),
+    # NVIDIA/Megatron-LM 673, 906
+    ("gathered", True, "mean of gradients", "scale|factor"),
+    ("gathered", True, "loss of all ranks", "scale|factor"),
+    ("gathered", True, "not reduced", "differ"),
+    ("gathered", True, "norms not reduced", "differ"),
+    ("gathered", True, "norms averaged", "parameters|backward"),
+    # NVIDIA/Megatron-LM 1669
+    ("gathered", True, "padding trained", "padding"),
+    ("gathered", True, "padding predicted", "padding"),
+    # modelscope/ms-swift 9152
+    ("gathered", False, "loss of one rank", "logged loss"),
+    *((way, zigzag, "", "") for way in ("gathered", "ring", "ulysses") for zigzag in (False, True)),
+    ("ring", True, "window", ""),
+    ("ring", True, "each document padded", ""),
+]
+# fmt: on
