@@ -7,8 +7,8 @@
 `warm_up(group, device)` once before the first one.
 
 The modules stand side by side, each a step of one path: `masks` and `segments` say what is visible, `ring_schedule` who sends
-what, `exchange` sends it, `ring_pass` and `operator` compute, `ulysses` and `by_layer` vary that, and `huggingface` puts it
-into models of transformers.
+what, `exchange` sends it, `ring_pass` and `operator` compute, `ulysses` and `by_layer` vary that. `longctx.hf` puts it into
+models of transformers.
 """
 
 if __name__ != "longctx.attention":

@@ -1,8 +1,7 @@
 """From text to packed micro-batches.
 
-The modules stand side by side in the order of that path: `corpus`, `readers`, `formats` and `messages` read; `tokenizer`,
-`pretrained`, `chat`, `template` and `markup` encode; `request`, `prepare`, `store_folder` and `writer` write a store; `store`,
-`sampler`, `mixture`, `packing` and `loader` read it for training.
+`records` reads files and encodes them, `store` keeps the tokens on disk, and the modules here read them for training:
+`sampler` and `mixture` choose documents, `packing` and `trees` fill micro-batches, and `loader` does so one step ahead.
 """
 
 if __name__ != "longctx.data":
@@ -10,3 +9,6 @@ if __name__ != "longctx.data":
 
 IGNORED_LABEL = -100
 """Label of a position without a target; the value that PyTorch's and transformers' losses ignore by default."""
+
+TRUNCATED = ("truncate_left", "truncate_right")
+"""What may happen to documents that are too long: their beginning or their end is cut off."""

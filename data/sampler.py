@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longctx.data import TRUNCATED
 from longctx.errors import UserError
 
-TRUNCATED = ("truncate_left", "truncate_right")
 LONG_DOCUMENTS = ("split", "drop", "error", *TRUNCATED)
 LARGEST_SEED = (1 << 32) - 1
 MOST_EPOCHS = 1024

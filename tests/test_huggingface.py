@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from longctx.attention import huggingface
-from longctx.attention.huggingface import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.data.packing import pack_documents
+from longctx.hf import attention as hf_attention
+from longctx.hf.attention import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, one_document, ring_step, unpacked
@@ -79,7 +79,7 @@ def test_a_model_can_change_to_it_and_back(kind: str, monkeypatch: pytest.Monkey
     loss, expected = unpacked(model, documents)
     expected = [gradient.clone() for gradient in expected]
     model.zero_grad()
-    monkeypatch.setattr(huggingface, "leaves_gradients", lambda: True)
+    monkeypatch.setattr(hf_attention, "leaves_gradients", lambda: True)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
     prepare(model)
     everything = [[Placement(document, 0, 1) for document in range(len(documents))]]
@@ -197,6 +197,6 @@ def test_padding_is_refused() -> None:
 
 @pytest.mark.slow
 def test_without_transformers_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['transformers'] = None; from longctx.attention.huggingface import prepare; prepare(None)"
+    code = "import sys; sys.modules['transformers'] = None; from longctx.hf.attention import prepare; prepare(None)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode and "pip install '.[huggingface]'" in process.stderr

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
-CORE = {"errors", "checksums", "units", "tokenizer_files", "planning", "attention", "data", "model", "config", "parallel"}
+CORE = {"errors", "checksums", "units", "tokenizer_files", "planning", "attention", "data", "model", "hf", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
     "safe_yaml": {"errors"},
@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "attention": {"errors", "planning"},
     "data": {"errors", "checksums", "tokenizer_files", "planning"},
     "model": {"errors", "tokenizer_files", "planning", "attention"},
-    "config": {"errors", "safe_yaml", "units", "planning", "model"},
+    "hf": {"errors", "tokenizer_files", "planning", "attention", "model"},
+    "config": {"errors", "safe_yaml", "units", "planning", "model", "hf"},
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},
     "training": CORE | {"safe_yaml"},
     "memory": CORE | {"training"},
@@ -49,9 +50,8 @@ MAY_IMPORT = {
 }
 """Room → the other rooms that it may import."""
 
-BOTH_WAYS = {("longctx.attention", "longctx.attention.kernels"), ("longctx.attention", "longctx.attention.linear")}
-"""Folders that import each other: the ring calls kernels, which read its segments; linear attention uses the ring's exchange,
-and the patch of transformers models covers both."""
+BOTH_WAYS = {("longctx.attention", "longctx.attention.kernels")}
+"""Folders that import each other: the ring calls kernels, which read its segments."""
 
 
 def sources() -> Iterator[tuple[str, Path]]:

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from longctx.attention import Mask, RingAttention, huggingface, ring_pass
+from longctx.attention import Mask, RingAttention, ring_pass
 from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.config import load
+from longctx.hf import attention as hf_attention
+from longctx.hf.source import adapted, pretrained
 from longctx.model.checkpoint_files import PretrainedError
-from longctx.model.source import adapted, pretrained
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
 from longctx.training.saved import checkpoint
@@ -67,7 +68,7 @@ def test_blocks_compile_once_for_all_layers_of_a_kind(tmp_path: Path) -> None:
 
 def step_on_blackwell(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A step where torch's grouped product must not be used, as its gradients are wrong for experts without tokens."""
-    with mock.patch.object(huggingface, "leaves_gradients", return_value=True), mock.patch.object(F, "grouped_mm", None):
+    with mock.patch.object(hf_attention, "leaves_gradients", return_value=True), mock.patch.object(F, "grouped_mm", None):
         return step(folder, [])
 
 

@@ -1,5 +1,5 @@
-"""The native decoder in plain single-device PyTorch, and models of transformers; attention and head are arguments of both.
+"""What a model is (`protocol`), and the native decoder in plain single-device PyTorch; attention and head are its arguments.
 
-The modules stand side by side in three groups: `protocol` and `source` say what a model is; `presets`, `decoder` and
-their layers are the native one; `huggingface`, `families`, `lora` and `checkpoint_files` are those of transformers.
+`presets` has shapes, `decoder` runs them, and `pretrained_decoder` fills them from a checkpoint (`checkpoint_files`) of one of
+the `families` of transformers. Models that transformers' own code runs are in `longctx.hf`.
 """
