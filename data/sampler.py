@@ -82,6 +82,25 @@ def _check_step(global_tokens: int, tokens: int, pieces: int) -> None:
         )
 
 
+def _refuse(
+    refused: npt.NDArray[np.bool_],
+    among: npt.NDArray[np.bool_],
+    what: str,
+    ways: str,
+    lengths: npt.NDArray[np.int64],
+    max_length: int,
+    name: Callable[[int], str],
+) -> None:
+    """Raises SamplerError if documents are `refused` as too long, naming the longest of them."""
+    if refused.any():
+        longest = int(np.where(refused, lengths, 0).argmax())
+        raise SamplerError(
+            f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {int(refused.sum())} of {int(among.sum())} "
+            f"{what} have more than the {max_length:,} that fit: set data.long_documents to {ways}, raise data.max_length, "
+            "or use more ranks or more batch.tokens_per_rank"
+        )
+
+
 class Sampler:
     """Steps over documents of the given lengths.
 
@@ -126,21 +145,12 @@ class Sampler:
         taken = np.ones(len(lengths), np.bool_) if left_out is None else ~left_out
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
-        if self.long and long_documents == "error":
-            longest = int(np.where(taken, lengths, 0).argmax())
-            raise SamplerError(
-                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {self.long} of {int(taken.sum())} documents "
-                f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
-                "or use more ranks or more batch.tokens_per_rank"
-            )
-        if long_documents is None and partly is not None and (refused := is_long & partly).any():
-            longest = int(np.where(refused, lengths, 0).argmax())
-            raise SamplerError(
-                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {int(refused.sum())} of "
-                f"{int((taken & partly).sum())} conversations, or other documents with tokens without loss, have more than the "
-                f"{max_length:,} that fit: set data.long_documents to drop, truncate_left (keeps the end), truncate_right or "
-                "split, raise data.max_length, or use more ranks or more batch.tokens_per_rank"
-            )
+        conversations = np.zeros_like(taken) if partly is None else taken & partly
+        if long_documents == "error":
+            _refuse(is_long, taken, "documents", "split or drop", lengths, max_length, name)
+        if long_documents is None:
+            what, ways = "conversations, or other documents with tokens without loss,", "drop, truncate_left (keeps the end), "
+            _refuse(is_long & conversations, conversations, what, ways + "truncate_right or split", lengths, max_length, name)
         documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(documents)
         if not len(documents):

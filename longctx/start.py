@@ -119,31 +119,12 @@ def prepare(
     check_wandb(config.log.wandb)
     run = Run.open(config)
     config = run.config
-    _log_kernels(run)
-    if config.train.float8 is not None:
-        check_float8(run.device)
-    spec, split = run.source.spec, config.parallel.tensor_parallel_size
-    for layer, request in attention_requests(config, spec, run.device.type).items():
-        choose_kernel(config.context.kernel, request)
-        if run.on_gpu:
-            heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
-            compile_variants(config.context.kernel, request, heads, window=layer.window is not None)
-    check_vocabulary(config, spec)
-    check_model(config, run.data, run.source, run.launch.world_size)
-    check_groups(config, run.source)
-    if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
-        available = available_bytes(run.device, run.launch.local_world_size)
-        refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
-    size = 0
-    if config.checkpoint.every is not None:
-        trained = spec.trained_parameters
-        weights = trained if spec.adapted else spec.parameters
-        size = torch.float32.itemsize * weights + state_bytes(config.optimizer, trained, spec.trained_matrices)
+    _check(run)
     saved, damaged = open_run_folder(
         config.train.run_dir,
         resume=resume or resume_if_any,
         or_begin=resume_if_any,
-        checkpoint_bytes=size,
+        checkpoint_bytes=_checkpoint_bytes(run),
         step=step,
         best=config.checkpoint.best,
     )
@@ -157,6 +138,36 @@ def prepare(
         for sentence in damaged + changes + _notes(config, run.device):
             print(f"longctx train: {sentence}", file=sys.stderr)
     return run
+
+
+def _check(run: Run) -> None:
+    """Checks device, kernels, model and, where no setting may change any more, memory. Raises UserError."""
+    config, spec = run.config, run.source.spec
+    _log_kernels(run)
+    if config.train.float8 is not None:
+        check_float8(run.device)
+    for layer, request in attention_requests(config, spec, run.device.type).items():
+        choose_kernel(config.context.kernel, request)
+        if run.on_gpu:
+            split = config.parallel.tensor_parallel_size
+            heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
+            compile_variants(config.context.kernel, request, heads, window=layer.window is not None)
+    check_vocabulary(config, spec)
+    check_model(config, run.data, run.source, run.launch.world_size)
+    check_groups(config, run.source)
+    if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
+        available = available_bytes(run.device, run.launch.local_world_size)
+        refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
+
+
+def _checkpoint_bytes(run: Run) -> int:
+    """Returns the size of a checkpoint; 0 if none is written."""
+    if run.config.checkpoint.every is None:
+        return 0
+    spec = run.source.spec
+    trained = spec.trained_parameters
+    weights = trained if spec.adapted else spec.parameters
+    return torch.float32.itemsize * weights + state_bytes(run.config.optimizer, trained, spec.trained_matrices)
 
 
 def _log_kernels(run: Run) -> None:

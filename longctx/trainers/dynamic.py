@@ -76,11 +76,12 @@ def dynamic_context_parallel(
     args = trainer.args
     check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
     spec = _spec_of(trainer)
-    groups = _groups(args)
-    described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1])
-    notes = list(_check_documents(trainer, most * args.world_size))
-    sharing = Sharing(described.profile, most, mode, degree, kernel, args.device, *groups, tower=tower, parts=spec.parts)
-    with sharing.undo as undo:
+    with contextlib.ExitStack() as undo:
+        groups = undo.enter_context(_groups(args))
+        described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1])
+        notes = list(_check_documents(trainer, most * args.world_size))
+        way = described.profile, most, mode, degree, kernel, args.device
+        sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts)
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
         sharing.predicts_masked = predicts_masked(models[0])
         for model in models:
@@ -119,14 +120,23 @@ def restore(trainer: Any) -> None:
         del trainer.dynamic
 
 
-def _groups(args: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns a group of all ranks for rings, and one for ids, which a thread exchanges between CPUs. Collective."""
+@contextlib.contextmanager
+def _groups(args: Any) -> Iterator[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]:
+    """Makes a group of all ranks for rings, and one for ids, which a thread exchanges between CPUs. Collective."""
     if args.world_size == 1:
-        return None, None
+        yield None, None
+        return
     timeout = args.ddp_timeout_delta
-    rings = dist.new_group(timeout=timeout, pg_options=exchange_options(args.device, timeout))
-    warm_up(rings, args.device)
-    return rings, dist.new_group(backend="gloo", timeout=timeout)
+    groups = [
+        dist.new_group(timeout=timeout, pg_options=exchange_options(args.device, timeout)),
+        dist.new_group(backend="gloo", timeout=timeout),
+    ]
+    try:
+        warm_up(groups[0], args.device)
+        yield groups[0], groups[1]
+    finally:
+        for group in groups if dist.is_initialized() else []:
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

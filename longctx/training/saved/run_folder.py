@@ -33,15 +33,7 @@ def open_run_folder(
     Raises RunFolderError if the folder is not writable, has too little space for two checkpoints of `checkpoint_bytes` (0: none
     are written), three with a `best` one, contains another run, or has no checkpoint to resume from.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"x")
-            probe.flush()
-    except OSError as error:
-        way_out = "free disk space" if error.errno == errno.ENOSPC else "choose another folder with --train.run_dir"
-        raise RunFolderError(f"run folder {folder} cannot be written ({error}): {way_out}") from error
+    free = _writable(folder)
     if (folder / "latest").exists() and not (folder / "latest").is_symlink():
         raise RunFolderError(f"{folder / 'latest'} must be a link to a checkpoint, but is not a link: move it away")
     saved, damaged = checkpoint.newest(folder)
@@ -71,14 +63,31 @@ def open_run_folder(
             f"run folder {folder} contains a run without a checkpoint: add --resume-if-any to start it again, or choose "
             "another folder with --train.run_dir"
         )
+    _check_space(folder, free, 3 if best else 2, checkpoint_bytes)
+    return (saved if resume else None), damaged
+
+
+def _writable(folder: Path) -> int:
+    """Makes the run folder, and returns the free bytes there. Raises RunFolderError if nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
+            probe.flush()
+    except OSError as error:
+        way_out = "free disk space" if error.errno == errno.ENOSPC else "choose another folder with --train.run_dir"
+        raise RunFolderError(f"run folder {folder} cannot be written ({error}): {way_out}") from error
+    return shutil.disk_usage(folder).free
+
+
+def _check_space(folder: Path, free: int, count: int, checkpoint_bytes: int) -> None:
+    """Raises RunFolderError if there is no space for `count` checkpoints."""
     # The old checkpoint stays until the new one is complete.
-    count, said = (3, "three") if best else (2, "two")
     if free < count * checkpoint_bytes:
         raise RunFolderError(
-            f"run folder {folder} has {free / 1e6:,.1f} MB free, but {said} checkpoints of this model need "
+            f"run folder {folder} has {free / 1e6:,.1f} MB free, but {count} checkpoints of this model need "
             f"{count * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
         )
-    return (saved if resume else None), damaged
 
 
 @contextmanager
