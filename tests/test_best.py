@@ -30,9 +30,7 @@ def run(store: Path, folder: Path, steps: int, resume: bool = False, settings: t
     first, original = dict(trainer.best or {}), Validator.validate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Validator,
-            "validate",
-            lambda self: dataclasses.replace(original(self), validation_loss=LOSSES[trainer.steps_done]),
+            Validator, "validate", lambda self: dataclasses.replace(original(self), validation_loss=LOSSES[trainer.steps_done])
         )
         trainer.train()
     return first

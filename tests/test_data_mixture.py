@@ -210,15 +210,9 @@ def test_a_run_that_continues_another_goes_on_where_its_stores_stopped_and_begin
 def test_another_mixture_is_refused(stores: list[Store]) -> None:
     with mixed_loader(stores, [3, 1, 1]) as source:
         state = json.loads(json.dumps(source.state_dict()))
-    with (
-        mixed_loader(stores, [2, 1, 1]) as other,
-        pytest.raises(LoaderError, match="give the weights or epochs"),
-    ):
+    with mixed_loader(stores, [2, 1, 1]) as other, pytest.raises(LoaderError, match="give the weights or epochs"):
         other.load_state_dict(state)
-    with (
-        mixed_loader(stores[::-1], [1, 1, 3]) as other,
-        pytest.raises(LoaderError, match=r"all of data\.stores in"),
-    ):
+    with mixed_loader(stores[::-1], [1, 1, 3]) as other, pytest.raises(LoaderError, match=r"all of data\.stores in"):
         other.load_state_dict(state)
     with mixed_loader(stores[:1], [1]) as single:
         alone = single.state_dict()

@@ -161,10 +161,7 @@ def test_history_and_system_are_obeyed(tmp_path: Path) -> None:
         ({"messages": chat("Q", "A", system="S"), "system": "T"}, "`system` differs from the system message at the start"),
         ({"messages": chat("Q", "A"), "history": [["Q", "A"]]}, "`history` is only read before an instruction or a prompt"),
         ({"instruction": "Q", "output": "A", "history": [["Q"]]}, "`history` must be a list of questions and answers"),
-        (
-            {"instruction": "Q", "output": "A", "history": "Q"},
-            "`history` is not JSON: Expecting value at column 1",
-        ),
+        ({"instruction": "Q", "output": "A", "history": "Q"}, "`history` is not JSON: Expecting value at column 1"),
         ({"messages": chat("Q", "A"), "tools": TOOLS, "functions": [FUNCTION]}, "has both `tools` and `functions`"),
         ({"messages": chat("Q", "A"), "functions": ["add"]}, "`functions` must be a list of objects"),
         ({"messages": chat("Q", "A"), "documents": [{"text": "D"}]}, "`documents` is not supported: write the documents into"),

@@ -84,10 +84,7 @@ def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
     [
         ({"overlap": None, "launch_s": None}, "missing launch_s, overlap. The constants of a profile are: attention_eff"),
         ({"latency": 1}, "unknown latency"),
-        (
-            {"linear_s_per_token": 0, "inter_node_bytes_per_s": -1},
-            "linear_s_.* is 0: must be a positive number; inter_.*-1",
-        ),
+        ({"linear_s_per_token": 0, "inter_node_bytes_per_s": -1}, "linear_s_.* is 0: must be a positive number; inter_.*-1"),
         ({"latency_s": -0.5}, "latency_s is -0.5: must be a number ≥ 0"),
         ({"overlap": "much"}, r"overlap is 'much': must be in \[0, 1\]"),
         ({"query_share": 1.5}, r"query_share is 1.5: must be in \[0, 1\]"),

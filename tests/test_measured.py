@@ -118,10 +118,7 @@ def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, wa
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["nowhere.yaml"], "nowhere.yaml"),
-        (["nowhere.yaml", "--out", "no/folder/here.json"], "does not exist"),
-    ],
+    [(["nowhere.yaml"], "nowhere.yaml"), (["nowhere.yaml", "--out", "no/folder/here.json"], "does not exist")],
 )
 def test_options_that_the_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["measure", *arguments]) == 2

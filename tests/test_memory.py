@@ -85,14 +85,8 @@ MEASURED = {
     "heads swapped for tokens, recompute selective": (2, [*SWAPPED, "train.recompute=selective"]),
     "heads swapped for tokens": (2, SWAPPED),
     "copies of the weights": (2, ["batch.tokens_per_rank=1024", "parallel.shard_ranks=1", "train.recompute=selective"]),
-    "norms of heads, biases": (
-        1,
-        ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.qkv_bias=true"],
-    ),
-    "pipeline": (
-        2,
-        ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"],
-    ),
+    "norms of heads, biases": (1, ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.qkv_bias=true"]),
+    "pipeline": (2, ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"]),
 }
 
 
@@ -200,10 +194,7 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("field", "moment", "part", "bytes_each"),
-    [
-        ("scan", "last attention", "working", LOAD.tokens),
-        ("tower_values", "end of backward", "activations", 2 * LOAD.tokens),
-    ],
+    [("scan", "last attention", "working", LOAD.tokens), ("tower_values", "end of backward", "activations", 2 * LOAD.tokens)],
 )
 @pytest.mark.parametrize("attends", [True, False])
 def test_what_only_some_models_need_is_counted(field: str, moment: str, part: str, bytes_each: int, attends: bool) -> None:

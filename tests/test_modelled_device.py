@@ -32,12 +32,7 @@ from longctx.planning.planners.planner import make_plan
 from tests.test_cluster import needs_namespaces
 
 
-@given(
-    shapes=st.lists(
-        st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(-10, 12)),
-        max_size=4,
-    )
-)
+@given(shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(-10, 12)), max_size=4))
 def test_visible_pairs(shapes: list[tuple[int, int, int | None]]) -> None:
     segments = [Segment(3, 3 + queries, 5, 5 + keys, None, hi) for queries, keys, hi in shapes]
     assert modelled.pairs(segments) == sum(int(visible(each, torch.device("cpu")).sum()) for each in segments)

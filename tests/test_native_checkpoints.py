@@ -64,14 +64,7 @@ def test_an_option_changes_the_logits(checkpoints: dict[str, Path], name: str) -
     logits = ours(TOKENS, torch.arange(LENGTH), attention_of(ours, LENGTH))
     for option, value in options.items():
         assert getattr(ours.shape, option) == value
-        if option in (
-            "tie_word_embeddings",
-            "rope_factor",
-            "rope_original_length",
-            "qkv_bias",
-            "qk_norm",
-            *EXPERTS,
-        ):
+        if option in ("tie_word_embeddings", "rope_factor", "rope_original_length", "qkv_bias", "qk_norm", *EXPERTS):
             continue  # would have other parameters, or goes with another option
         default = ModelShape.model_fields[option].default
         changed = {"rope_factor": 1.0} if option == "rope_scaling" else {}
@@ -110,11 +103,7 @@ SPLITS = {
 
 
 CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "hidden_act": (
-        "llama",
-        {"hidden_act": "relu"},
-        "hidden_act is relu, and only silu, swish are",
-    ),
+    "hidden_act": ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and only silu, swish are"),
     "unknown": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
     "quantised": ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     "type": ("olmo2", {}, "model_type is olmo2, and only llama, mistral"),

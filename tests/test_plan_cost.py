@@ -141,12 +141,7 @@ def test_queries_hide_the_first_fetch_and_the_return_but_not_the_fetch_in_betwee
     slow = replace(H100, overlap=1.0, latency_s=0.0, attention_s_per_token2=1e-18, ranks_per_node=1, exchange_levels=1)
     passes = 4096 * 393216 / 40e9
     unsplit = Assignment(np.array([0, 0]), np.array([0, 0]), np.array([2, 1]), np.array([False, False]))
-    for share, expected in (
-        (0.0, passes),
-        (0.02, passes - 0.02 * 8.9e-5 * 12288),
-        (0.04, passes / 3),
-        (1.0, passes / 3),
-    ):
+    for share, expected in ((0.0, passes), (0.02, passes - 0.02 * 8.9e-5 * 12288), (0.04, passes / 3), (1.0, passes / 3)):
         found = score(replace(slow, query_share=share), np.array([8192, 8192]), unsplit, 2)
         assert found.exposed[0, 0] / 1e9 == pytest.approx(expected, abs=1e-8)
 

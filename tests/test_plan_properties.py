@@ -122,13 +122,7 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    requests(),
-    profiles(),
-    st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2)]),
-    image_works(),
-    part_costs(),
-)
+@given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2)]), image_works(), part_costs())
 @example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE, NO_IMAGES, EQUAL_PARTS)
 @example({"lengths": [9], "ranks": 3, "tokens_per_rank": 9}, H100, NO_PIPELINE, {0: [ImageWork(4, 0, 10**10)] * 3}, EQUAL_PARTS)
 @example({"lengths": [9000], "ranks": 3, "tokens_per_rank": 9000}, H100, NO_PIPELINE, NO_IMAGES, PartCosts(1.0, 1.9, 0.1))

@@ -12,7 +12,7 @@ def test_the_page_has_every_figure_as_it_is_predicted() -> None:
     text = PAGE.read_text("utf-8")
     assert replaced(text, "published", table_of(published)) == text, "run python -m bench.published"
     assert {row.who for row in published} == {
-        *("TRL", "torchtitan", "Megatron-LM", "Megatron-LM dev", "verl", "ALST", "MagiAttention"),
+        *("TRL", "torchtitan", "Megatron-LM", "Megatron-LM dev", "verl", "ALST", "MagiAttention")
     }
     speeds = [row for row in published if row.who in ("TRL", "torchtitan", "Megatron-LM") and row.unit[0] in "st" and row.ratio]
     speeds += [row for row in published if row.who == "Megatron-LM"]

@@ -21,14 +21,7 @@ from longctx.planning.planners.planner import make_plan
 
 RECORD = Path(__file__).parent / "recorded_plans.json"
 CASES = 200
-PIPELINES = (
-    Pipeline(),
-    Pipeline(),
-    Pipeline(2),
-    Pipeline(3),
-    Pipeline(2, 2),
-    Pipeline(4, 2),
-)
+PIPELINES = (Pipeline(), Pipeline(), Pipeline(2), Pipeline(3), Pipeline(2, 2), Pipeline(4, 2))
 PROFILES = ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib")
 
 

@@ -238,11 +238,7 @@ def test_scaling_is_reported() -> None:
 @pytest.mark.parametrize(
     ("settings", "gpu", "doubt"),
     [
-        (
-            ["train.device=cpu", "context.profile=h100-nvlink-ib"],
-            None,
-            "h100-nvlink-ib is for cuda, but this run is on cpu",
-        ),
+        (["train.device=cpu", "context.profile=h100-nvlink-ib"], None, "h100-nvlink-ib is for cuda, but this run is on cpu"),
         (["context.profile=cpu-2core"], None, "cpu-2core is for cpu, but this run is on cuda"),
         (["context.profile=h100-nvlink-ib"], "NVIDIA A100-SXM4-80GB", "is for H100, but this run is on NVIDIA A100-SXM4-80GB"),
         ([], "NVIDIA A10", "no shipped profile is for NVIDIA A10: h100-nvlink-ib, which is for H100, is used instead; speeds"),
@@ -396,12 +392,7 @@ def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize(
     "command",
-    [
-        ["train"],
-        ["train", "--dry-run"],
-        ["estimate"],
-        ["measure", "--modes=auto,static", "--steps=1", "--warmup=0"],
-    ],
+    [["train"], ["train", "--dry-run"], ["estimate"], ["measure", "--modes=auto,static", "--steps=1", "--warmup=0"]],
     ids=" ".join,
 )
 def test_every_command_reports_the_profile(
@@ -448,10 +439,7 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            [],
-            f"{NAMED}: used unscaled for its model",
-        ),
+        ([], f"{NAMED}: used unscaled for its model"),
         (["--model", "llama-3.2-1b"], "scaled to llama-3.2-1b: linear × 0.1"),
         (["--pipeline-ranks", "4"], "scaled to its model in a pipeline: linear × 0.2"),
     ],

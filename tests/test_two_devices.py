@@ -18,10 +18,7 @@ from tests.attention_cases import Case, gather, run_case
 from tests.training_cases import start
 from tests.workers import Workers
 
-TWO_GPUS = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-)
+TWO_GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))
 SPLIT = (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1), Placement(3, 0, 2))
 CASE = Case(2, (130, 65, 40, 7), SPLIT, heads=4, kv_heads=2, head_dim=64)
 
