@@ -316,22 +316,19 @@ def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str,
 
 def test_settings_are_part_of_the_request(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     store = made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"])
-    source = open_corpus(str(tmp_path / "s.jsonl"))
+    source, asked = open_corpus(str(tmp_path / "s.jsonl")), {"tokenizer": str(checkpoints["SmolLM2"])}
     (tmp_path / "other.jinja").write_text(SMOLLM2 + "\n")
-    asked: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"])}
     assert not prepare(source, store.path, **asked).made
-    for other in (
-        {"train_on": "last"},
-        {"max_length": 99},
-        {"chat_template": "chatml"},
-        {"chat_template": str(tmp_path / "other.jinja")},
+    for name, value in (
+        ("train_on", "last"),
+        ("max_length", 99),
+        ("chat_template", "chatml"),
+        ("chat_template", str(tmp_path / "other.jinja")),
     ):
         with pytest.raises(StoreError, match="other settings"):
-            prepare(source, store.path, **{**asked, **other})
-        assert (
-            prepare(source, tmp_path / "another", **{**asked, **other}, overwrite=True).manifest.fingerprint
-            != store.fingerprint
-        )
+            prepare(source, store.path, **asked, **{name: value})
+        another = prepare(source, tmp_path / "another", **asked, **{name: value}, overwrite=True).manifest
+        assert another.fingerprint != store.fingerprint
 
 
 def test_only_checkpoints_need_transformers(
