@@ -125,7 +125,7 @@ def same(left: StepBatch, right: StepBatch) -> bool:
 
 
 @given(before=st.integers(0, 5), ranks=st.integers(1, 3), others=st.integers(1, 3))
-@settings(max_examples=examples(32))
+@settings(max_examples=examples(12))
 def test_resuming_gives_the_same_batches(store: Store, before: int, ranks: int, others: int) -> None:
     """On other ranks too: together they hold the same documents."""
     with loader(store, ranks - 1, ranks) as whole:

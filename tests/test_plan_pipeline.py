@@ -91,9 +91,9 @@ def test_less_waiting_with_chunks() -> None:
     assert times == sorted(times, reverse=True)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(
-    lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=20),
+    lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
     pipeline=st.builds(Pipeline, st.integers(2, 6), st.integers(1, 3)),
 )
 def test_plans_in_pipelines(lengths: list[int], pipeline: Pipeline) -> None:

@@ -145,7 +145,7 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
             assert again is not None and again.makespan_ns == found.makespan_ns
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(requests(), st.one_of(st.none(), st.integers(1, 4000)))
 def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_tokens: int | None) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=max_remote_tokens)
@@ -159,7 +159,7 @@ def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_
     assert (tuple(read["lengths"]), read["hash"]) == (plan.lengths, plan.hash)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(requests(), st.integers(1, 4000))
 def test_rounds_bound_the_remote_tokens(request: dict[str, object], most: int) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=most)

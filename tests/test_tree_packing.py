@@ -52,7 +52,7 @@ def of_length(draw: st.DrawFn, length: int) -> Tree:
     return tree_of((root, *sizes))
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(with_trees(), profiles(), st.sampled_from([NO_PIPELINE, NO_PIPELINE, Pipeline(3)]))
 def test_plans_with_trees_keep_the_guarantees(request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline) -> None:
     plans = []
@@ -100,7 +100,7 @@ def long_and_short(documents: int, ranks: int) -> dict[str, Any]:
     return {"lengths": lengths, "ranks": ranks, "tokens_per_rank": 16384}
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(requests(), profiles(), st.sampled_from(["auto", "static", "bins"]), st.sampled_from([NO_PIPELINE, Pipeline(3)]))
 @example(long_and_short(80, 16), H100, "auto", NO_PIPELINE)
 @example(long_and_short(12, 64), H100, "auto", NO_PIPELINE)
@@ -177,7 +177,7 @@ def keys(tokens: list[int], labels: list[int]) -> list[tuple[int, int]]:
     return list(zip(tokens, [*labels[1:], -100], strict=True))
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(records(), st.none() | st.integers(1, 60), st.integers(1, 4))
 def test_merging_keeps_every_sequence(records: Records, most_tokens: int | None, least_shared: int) -> None:
     sequences, labels = records
@@ -211,7 +211,7 @@ def test_merging_keeps_every_sequence(records: Records, most_tokens: int | None,
         assert len(held) == len({tuple(keys(*each)[:least_shared]) for each in zip(*records, strict=True)}) or least_shared > 1
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(records(), st.integers(1, 4), st.integers(1, 9), st.sampled_from([1, 4]))
 def test_packing_gives_ranks_their_rows(records: Records, ranks: int, budget: int, multiple: int) -> None:
     """Trees beside documents; every rank's rows of tokens, labels, positions and weights."""
@@ -252,8 +252,8 @@ def test_first_tokens_of_completions_keep_their_loss() -> None:
 
 def test_many_sequences_merge_without_recursion() -> None:
     """Each goes on where the last one ended: as many levels as sequences."""
-    merged = merge_prefixes([range(length) for length in range(1, 1200)], [[-100] * length for length in range(1, 1200)])
-    assert merged.lengths == [1199] and len(merged.trees[0].path(1198)) == 1199
+    merged = merge_prefixes([range(length) for length in range(1, 1050)], [[-100] * length for length in range(1, 1050)])
+    assert merged.lengths == [1049] and len(merged.trees[0].path(1048)) == 1049
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ def ring(case: Case, name: str) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(
     ("device", "kernel", "dtype"),
     [
-        ("cpu", "auto", torch.float32),
-        ("cpu", "reference", torch.float32),
+        pytest.param("cpu", "auto", torch.float32, marks=pytest.mark.slow),
         pytest.param("cuda", "reference", torch.float32, marks=TWO_GPUS),
         pytest.param("cuda", "auto", torch.bfloat16, marks=TWO_GPUS),
     ],
@@ -92,7 +91,7 @@ SPLITS = {
 @pytest.mark.parametrize(
     ("device", "split"),
     [
-        *(pytest.param("cpu", name, marks=() if name == "domain" else pytest.mark.slow) for name in SPLITS),
+        *(pytest.param("cpu", name, marks=pytest.mark.slow) for name in SPLITS),
         *(pytest.param("cuda", name, marks=TWO_GPUS) for name in SPLITS),
     ],
 )
