@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from longctx.cli import main
@@ -90,9 +89,3 @@ def test_it_needs_room_for_a_third_checkpoint(tmp_path: Path, monkeypatch: pytes
     assert open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000) == (None, [])
     with pytest.raises(RunFolderError, match=r"has 25\.0 MB free, but three checkpoints of this model need 30\.0 MB"):
         open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000, best=True)
-
-
-def test_it_needs_validation(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--checkpoint.best", "true"]) == 2
-    assert "told by the validation loss" in capfd.readouterr().err
-    assert not dist.is_initialized()

@@ -116,13 +116,9 @@ def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, wa
         train_in_turn(load(None, []), None, None, modes=modes, steps=steps, warmup=warmup)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["nowhere.yaml"], "nowhere.yaml"), (["nowhere.yaml", "--out", "no/folder/here.json"], "does not exist")],
-)
-def test_options_that_the_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["measure", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_options_that_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["measure", "nowhere.yaml", "--out", "no/folder/here.json"]) == 2
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_the_command_on_one_process(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

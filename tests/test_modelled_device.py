@@ -89,35 +89,6 @@ def test_one_process_plans_for_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.claim"))
 
 
-def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
-    work = {"host_s": 1.0, "idle_s": 0.5, "slept_s": 2.0, "slept_most_s": 3.0, "exchange_wait_s": 0.5, "tokens": 5_000_000}
-    modes = [
-        {
-            "mode": mode,
-            "total_s": sum(seconds),
-            "predicted_s": sum(seconds),
-            "prediction_error": -0.05,
-            "steps": [{"seconds": value, "predicted_s": value, **work} for value in seconds],
-        }
-        for mode, seconds in times.items()
-    ]
-    facts = {"nodes": 4, "ranks_per_node": 8, "mix": "wlb_128k", "documents_a_rank": 4, "dilation": 25.0, "cores": 2}
-    about = {"command": "python ...", "date": "2026-01-01", "machine": "M", "load_average": 1.0, "torch": "2"}
-    return {
-        "about": about,
-        "cluster": facts | {"longest": 131072},
-        "profile": {"inter_node_bytes_per_s": 4e5},
-        "measured": {"modes": modes, "loss_difference": 1e-9},
-    }
-
-
-def test_the_table_has_a_row_per_mode() -> None:
-    page = cluster.page([result_of({"auto": [5.0, 4.0, 6.0], "static:8": [10.0, 12.0, 6.0]})])
-    row = next(line for line in page.splitlines() if line.startswith("| static:8"))
-    assert "10.0 s (6.0 to 12.0) | **2.00×** (2.00×) | 1.87× (1.87×) | -5.0%" in row, "the median of 10/5, 12/4, 6/6; 28/15"
-    assert row.endswith("| 21% | 32% | 5% | 5% | 3% |"), "6, 9 and 1.5 of 28 s; 3 and 1.5 s of two cores"
-
-
 @pytest.mark.slow
 @needs_namespaces
 def test_a_run_of_two_nodes() -> None:
