@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,55 +165,55 @@ def copy(store: Store, tmp_path: Path) -> Path:
     return Path(shutil.copytree(store.path, tmp_path / "copy"))
 
 
-def test_truncated_store_is_refused(copy: Path) -> None:
-    part = copy / "data-00000.arrow"
-    size = part.stat().st_size
-    os.truncate(part, size - 1)
-    with pytest.raises(
-        StoreError, match=rf"data-00000\.arrow has {size - 1:,} bytes, but should have {size:,} bytes.*--overwrite"
-    ):
-        Store.open(copy)
-    part.unlink()
-    with pytest.raises(StoreError, match=r"data-00000\.arrow is missing"):
+def changed(manifest: Path, **changes: Any) -> None:
+    """Changes values of a manifest; None: omits them."""
+    content = {**json.loads(manifest.read_text("utf-8")), **changes}
+    manifest.write_text(json.dumps({name: value for name, value in content.items() if value is not None}), "utf-8")
+
+
+PART, MANIFEST = "data-00000.arrow", "manifest.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (PART, lambda file: os.truncate(file, file.stat().st_size - 1), rf"{PART} has .* bytes, but should have .*--overwrite"),
+        (PART, Path.unlink, f"{PART} is missing"),
+        (PART, lambda file: file.write_bytes(b"x" * file.stat().st_size), "is damaged"),
+        ("tokenizer.json", lambda file: file.write_bytes(b"x" * file.stat().st_size), "is damaged"),
+        (
+            MANIFEST,
+            lambda file: changed(file, version=99),
+            "is of format longctx-store 99, but this longctx reads longctx-store 1:",
+        ),
+        (MANIFEST, lambda file: changed(file, fingerprint=None), "damaged"),
+        *((MANIFEST, lambda file, text=text: file.write_text(text), "damaged") for text in ("{", "[]", "{}")),
+        (MANIFEST, Path.unlink, "is not a store: it has no manifest"),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_store_is_refused(copy: Path, name: str, damage: Callable[[Path], object], says: str) -> None:
+    damage(copy / name)
+    with pytest.raises(StoreError, match=says):
         Store.open(copy)
 
 
-def test_damaged_store_is_refused_and_can_be_made_again(copy: Path, store: Store) -> None:
-    part = copy / "data-00000.arrow"
-    part.write_bytes(b"x" * part.stat().st_size)
-    with pytest.raises(StoreError, match="is damaged"):
-        Store.open(copy)
-    (copy / "tokenizer.json").write_bytes(b"x" * (copy / "tokenizer.json").stat().st_size)
-    with pytest.raises(StoreError, match="is damaged"):
-        Store.open(copy)
-    os.truncate(part, 10)
-    source = open_corpus(str(store.path) + ".jsonl")
-    with pytest.raises(StoreError, match="is damaged"):
-        prepare(source, copy, tokenizer="bytes")
-    assert prepare(source, copy, tokenizer="bytes", overwrite=True).made
-    assert Store.open(copy).fingerprint == store.fingerprint
-
-
-def test_wrong_format_is_refused(copy: Path, tmp_path: Path) -> None:
-    manifest = copy / "manifest.json"
-    content = json.loads(manifest.read_text("utf-8"))
-    manifest.write_text(json.dumps({**content, "version": 99}), "utf-8")
-    with pytest.raises(StoreError, match="is of format longctx-store 99, but this longctx reads longctx-store 1:"):
-        Store.open(copy)
-    del content["fingerprint"]
-    for text in (json.dumps(content), "{", "[]", "{}"):
-        manifest.write_text(text, "utf-8")
-        with pytest.raises(StoreError, match="damaged"):
-            Store.open(copy)
-    manifest.unlink()
-    with pytest.raises(StoreError, match="is not a store: it has no manifest"):
-        Store.open(copy)
+def test_a_store_that_is_not_there_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"there is no store at .*`longctx prepare --source YOUR_DATA --tokenizer CHECKPOINT --out"
     ):
         Store.open(tmp_path / "nowhere")
     with pytest.raises(StoreError, match=r"`longctx prepare --out \S*python-stdlib`"):  # Python's own library, the default
         Store.open(tmp_path / "python-stdlib")
+
+
+def test_a_damaged_store_can_be_made_again(copy: Path, store: Store) -> None:
+    os.truncate(copy / PART, 10)
+    source = open_corpus(str(store.path) + ".jsonl")
+    with pytest.raises(StoreError, match="is damaged"):
+        prepare(source, copy, tokenizer="bytes")
+    assert prepare(source, copy, tokenizer="bytes", overwrite=True).made
+    assert Store.open(copy).fingerprint == store.fingerprint
 
 
 def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:

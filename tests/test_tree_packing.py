@@ -70,23 +70,6 @@ def test_plans_with_trees_keep_the_guarantees(request: dict[str, Any], profile: 
             assert tight_bound_s(plan) == plan.lower_bound_s or not plan.trees
 
 
-@settings(max_examples=examples(40), deadline=None)
-@given(requests(), profiles(), st.sampled_from(["auto", "static", "bins"]))
-def test_a_tree_of_one_path_is_planned_as_the_document(request: dict[str, Any], profile: HardwareProfile, mode: str) -> None:
-    """All but its hash: the tree is part of that. A plan without trees is what it was."""
-    lengths = request["lengths"]
-    paths = {document: Tree((1,) * min(3, length), (-1, 0, 1)[: min(3, length)]) for document, length in enumerate(lengths)}
-    paths = {n: replace(tree, lengths=(*tree.lengths[:-1], lengths[n] - len(tree.lengths) + 1)) for n, tree in paths.items()}
-    try:
-        plain = make_plan(**request, profile=profile, mode=mode)
-    except PlanError:
-        return
-    plan = make_plan(**request, profile=profile, mode=mode, trees=paths)
-    assert (plan.micro_batches, plan.cost) == (plain.micro_batches, plain.cost)
-    assert plan.hash != plain.hash
-    assert "trees" not in plain.to_json() and replace(plan, trees={}).hash == plain.hash
-
-
 class Quarter(Tree):
     """A tree whose area is a quarter of that of a document."""
 
@@ -129,9 +112,9 @@ def test_all_costs_and_bounds_use_the_area(
 
 def test_the_plan_says_which_documents_are_trees() -> None:
     plan = make_plan([100, WIDE.length], ranks=3, tokens_per_rank=2048, profile=H100, trees={1: WIDE})
-    saved = json.loads(json.dumps(plan.to_json()))
+    saved, plain = json.loads(json.dumps(plan.to_json())), replace(plan, trees={})
     assert saved["trees"] == {"1": {"lengths": list(WIDE.lengths), "parents": list(WIDE.parents)}}
-    assert plan.hash != replace(plan, trees={}).hash
+    assert plan.hash != plain.hash and "trees" not in plain.to_json()
     shards = [shard for rank in range(3) for shard in plan.layout(0, rank).shards]
     assert {shard.tree for shard in shards if shard.document == 1} == {WIDE}
     assert {shard.tree for shard in shards if shard.document == 0} == {None}
@@ -259,16 +242,15 @@ def test_many_sequences_merge_without_recursion() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([[1], []],), "sequence 1 has tokens of shape"),
-        (([[1, 2]], [[1]]), "sequence 0 has tokens of shape"),
-        (([[1]], []), "there are 1 sequences, but 0 labels"),
+        ({"sequences": [[1], []]}, "sequence 1 has tokens of shape"),
+        ({"sequences": [[1, 2]], "labels": [[1]]}, "sequence 0 has tokens of shape"),
+        ({"sequences": [[1]], "labels": []}, "there are 1 sequences, but 0 labels"),
+        ({"sequences": [[1]], "weights": [1, 2]}, "there are 1 sequences, but weights of shape"),
     ],
 )
-def test_sequences_that_do_not_match_are_refused(arguments: Any, message: str) -> None:
+def test_sequences_that_do_not_match_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(PackingError, match=message):
-        merge_prefixes(*arguments)
-    with pytest.raises(PackingError, match="there are 1 sequences, but weights of shape"):
-        merge_prefixes([[1]], weights=[1, 2])
+        merge_prefixes(**arguments)
 
 
 def test_trees_that_save_little_stay_small() -> None:
