@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from longctx.data.corpus import open_corpus
 from longctx.data.loader import Loader, LoaderError
-from longctx.data.packing import MicroBatch, StepBatch, pack
+from longctx.data.packing import MicroBatch, PackingError, StepBatch, pack, pack_documents
 from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece, SamplerError
 from longctx.data.store import IGNORED_LABEL, Store
@@ -266,3 +267,57 @@ def test_pieces_without_a_target_are_not_taken(tmp_path: Path) -> None:
             pieces = coming(source, 200)
         taken = {(piece.document, piece.start) for piece in pieces}
         assert taken == learned if opened in stores else taken <= learned
+
+
+# --- packing of documents in memory
+
+
+PACKED = [37, 3, 150, 8, 2, 64]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_documents_in_memory_give_the_buffers_of_a_store(tmp_path: Path, seed: int, multiple: int) -> None:
+    store = byte_store(tmp_path, PACKED)
+    documents = [store.read(document, 0, length)[0] for document, length in enumerate(PACKED)]
+    pieces = [Piece(document, 0, length) for document, length in enumerate(PACKED)]
+    plan = random_plan(PACKED, 3, seed)
+    for rank in range(3):
+        packed, targets = pack_documents(plan, rank, documents, pad_to_multiple_of=multiple)
+        assert targets == store.trained_tokens.sum() == sum(PACKED) - len(PACKED)
+        assert len(packed) == len(plan.micro_batches)
+        for index, mine in enumerate(packed):
+            stored = pack(store, pieces, plan.layout(index, rank), pad_to_multiple_of=multiple)
+            assert mine.index == index and mine.layout == stored.layout
+            for name in ("tokens", "labels", "positions"):
+                assert torch.equal(getattr(mine, name), getattr(stored, name)), name
+
+
+def test_labels_of_a_document_are_shifted_and_masked() -> None:
+    """For every cut, each target is the label of the token before it, exactly once over all ranks."""
+    documents = [list(range(1000 * i, 1000 * i + length)) for i, length in enumerate(PACKED)]
+    labels = [torch.tensor([IGNORED_LABEL if token % 3 else token for token in document]) for document in documents]
+    plan = random_plan(PACKED, 3, seed=4)
+    pairs, targets = [], 0
+    for rank in range(3):
+        packed, targets = pack_documents(plan, rank, documents, labels)
+        for batch in packed:
+            valid = batch.labels != IGNORED_LABEL
+            pairs += zip(batch.tokens[valid].tolist(), batch.labels[valid].tolist(), strict=True)
+    expected = [(token - 1, token) for document in documents for token in document[1:] if token % 3 == 0]
+    assert sorted(pairs) == expected
+    assert targets == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("documents", "labels", "message"),
+    [
+        ([[1, 2]], None, r"there are 1 documents, but the plan has 2"),
+        ([[1, 2], [3]], None, r"documents\[1\] has shape \[1\], but the plan's document 1 has 3 tokens"),
+        ([[1, 2], [[3, 4, 5]]], None, r"documents\[1\] has shape \[1, 3\]"),
+        ([[1, 2], [3, 4, 5]], [[1, 2], np.zeros(4)], r"labels\[1\] has shape \[4\]"),
+    ],
+)
+def test_documents_of_another_plan_are_refused(documents: list, labels: list | None, message: str) -> None:
+    with pytest.raises(PackingError, match=message):
+        pack_documents(random_plan([2, 3], 1, seed=0), 0, documents, labels)

@@ -360,28 +360,6 @@ def test_the_order_of_documents_has_a_seed_of_its_own(tmp_path: Path) -> None:
 # --- documents that are too long
 
 
-def sampler(lengths: Sequence[int], partly: Sequence[bool], **options: Any) -> Sampler:
-    settings: dict[str, Any] = {"global_tokens": 1, "seed": 0, "max_length": 10, **options}
-    return Sampler(np.array(lengths), partly=np.array(partly), **settings)
-
-
-def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
-    """Texts are split, and conversations that fit are no reason to refuse."""
-    assert sampler([25, 9], [False, True]).pieces == 4
-    with pytest.raises(SamplerError, match=r"document '1' has 14 tokens, and 1 of 2 conversations, .* set data\.long_doc"):
-        sampler([25, 14, 9], [False, True, True])
-    assert sampler([25, 14, 9], [False, True, True], long_documents="split").pieces == 6
-    held = np.array([False, True, False])
-    assert sampler([25, 14, 9], [False, True, True], left_out=held).pieces == 4, "what is held out does not count"
-
-
-@pytest.mark.parametrize(("side", "span"), [("truncate_left", (15, 25)), ("truncate_right", (0, 10))])
-def test_long_documents_are_truncated(side: str, span: tuple[int, int]) -> None:
-    subject = sampler([25, 9], [False, True], long_documents=side)
-    assert [(piece.start, piece.stop) for piece in subject.in_order()] == [span, (0, 9)]
-    assert (subject.pieces, subject.dropped, subject.longest) == (2, 0, 10)
-
-
 def test_a_truncated_piece_without_a_target_is_left_out(tmp_path: Path) -> None:
     """The store is read as training reads it."""
     store = made(tmp_path, [{"input_ids": [65] * 40 + IDS, "labels": [-100] * 40 + IDS}, {"input_ids": IDS}])

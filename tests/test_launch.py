@@ -1,9 +1,7 @@
-"""The launch scripts call torchrun as they should, and two torchrun agents train as one process does."""
+"""The launch scripts call torchrun as they should, and a command starts its processes."""
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,9 +16,7 @@ from longctx.cli import main
 from longctx.commands.output import GRACE_S, said_once
 from longctx.errors import UserError
 from longctx.parallel.environment import Launch
-from longctx.training.metrics import StepMetrics
-from tests.training_cases import SMALL, make_store, train
-from tests.workers import Workers
+from tests.training_cases import SMALL, make_store
 
 
 def run_script(
@@ -111,40 +107,6 @@ def test_the_image_is_that_of_the_kubernetes_job(repository: Path) -> None:
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = [extra for line in lines for found in re.findall(r"EXTRAS=(\S+)", line) for extra in found.split(",")]
     assert len(named) == 5 and set(named) <= set(extras)
-
-
-@pytest.mark.slow
-def test_two_agents_train_as_one_process(workers: Workers, repository: Path, tmp_path: Path) -> None:
-    """The SLURM script itself, each of two nodes a real torchrun agent on this machine."""
-    store = make_store(tmp_path)
-    settings = {}
-    for setting in [*SMALL, "batch.tokens_per_rank=750", f"data.store={store}"]:
-        name, value = setting.split("=")
-        section, key = name.split(".")
-        settings.setdefault(section, {})[key] = yaml.safe_load(value)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    stubs = {
-        "scontrol": NODES.format("localhost"),
-        "srun": 'shift 3; "$@" & first=$!; "$@" & second=$!; wait $first && wait $second',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-    }
-    script = ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"]
-    variables = {**SLURM, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
-
-    def steps() -> list[dict[str, Any]]:
-        done = run_script(script, tmp_path, stubs, variables, timeout_s=300)
-        assert done.returncode == 0, done.stderr
-        lines = (tmp_path / "runs" / "123456" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    alone: list[StepMetrics] = workers.run(train, 1, store, tmp_path / "alone", [])[0]
-    whole = steps()
-    assert [step["loss"] for step in whole] == pytest.approx([metrics.loss for metrics in alone], rel=1e-5)
-    run = tmp_path / "runs" / "123456"
-    shutil.rmtree(run / "checkpoints" / "step-000010")
-    (run / "latest").unlink()
-    (run / "latest").symlink_to("checkpoints/step-000008")
-    assert [(step["step"], step["loss"]) for step in steps()] == [(step["step"], step["loss"]) for step in whole]
 
 
 @pytest.mark.slow

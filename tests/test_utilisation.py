@@ -23,8 +23,14 @@ from longctx.training.trace import parse_steps
 from tests.training_cases import start
 from tests.workers import Workers
 
-ON_2 = ["batch.tokens_per_rank=750", "context.mode=static", "context.degree=2"]
-IN_PIPELINE = ["parallel.pipeline_parallel_size=2", "context.degree=1", "data.max_length=750"]
+ON_2 = [
+    "batch.tokens_per_rank=200",
+    "batch.global_tokens=700",
+    "data.max_length=300",
+    "context.mode=static",
+    "context.degree=2",
+]
+IN_PIPELINE = ["parallel.pipeline_parallel_size=2", "context.degree=1", "data.max_length=200", "batch.global_tokens=100"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -105,10 +111,10 @@ def test_numbers_of_ranks_become_one_number() -> None:
     assert "experts/z_loss" not in tags
 
 
-def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_utilisation_and_times_of_a_step(workers: Workers, shorts: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     spec = PRESETS["tiny"].model_copy(update={"vocab_size": 257, **sizes}).spec
-    for step in workers.run(two_steps, 2, store, tmp_path, ["train.peak_flops=1e10"])[0]:
+    for step in workers.run(two_steps, 2, shorts, tmp_path, ["train.peak_flops=1e10"])[0]:
         least = model_flops(spec, [step.tokens // step.documents] * step.documents) / (2 * 1e10 * step.step_time_s)
         assert least <= step.mfu <= model_flops(spec, [step.tokens]) / (2 * 1e10 * step.step_time_s)
         assert f" mfu {step.mfu:.1%} " in step.console() and "mfu" not in replace(step, mfu=None).console()
@@ -120,16 +126,16 @@ def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(("traced", "stopped"), [(range(3, 10), False), (range(1, 3), True)])
 def test_a_trace_is_written_when_the_run_ends_within_its_steps(
-    workers: Workers, store: Path, tmp_path: Path, traced: range, stopped: bool
+    workers: Workers, shorts: Path, tmp_path: Path, traced: range, stopped: bool
 ) -> None:
-    assert workers.run(two_steps, 2, store, tmp_path, [], traced, stopped) == [[not stopped]] * 2
+    assert workers.run(two_steps, 2, shorts, tmp_path, [], traced, stopped) == [[not stopped]] * 2
     for rank in range(2):
         events = json.loads((tmp_path / "traces" / f"rank-{rank:03d}.json").read_text())["traceEvents"]
         assert [event.get("name") for event in events].count("optimizer") == 1
 
 
-def test_traces_name_micro_batches_layers_and_documents(workers: Workers, store: Path, tmp_path: Path) -> None:
-    workers.run(two_steps, 2, store, tmp_path, [], range(2, 4))
+def test_traces_name_micro_batches_layers_and_documents(workers: Workers, shorts: Path, tmp_path: Path) -> None:
+    workers.run(two_steps, 2, shorts, tmp_path, [], range(2, 4))
     files = sorted((tmp_path / "traces").iterdir())
     assert [file.name for file in files] == ["rank-000.json", "rank-001.json"]
     for rank, file in enumerate(files):
@@ -144,8 +150,8 @@ def test_traces_name_micro_batches_layers_and_documents(workers: Workers, store:
         assert processes and all(name.startswith(f"rank {rank}: ") for name in processes)
 
 
-def test_traces_name_stages_of_a_pipeline(workers: Workers, store: Path, tmp_path: Path) -> None:
-    workers.run(two_steps, 2, store, tmp_path, [*IN_PIPELINE, "batch.global_tokens=400"], range(2, 3))
+def test_traces_name_stages_of_a_pipeline(workers: Workers, shorts: Path, tmp_path: Path) -> None:
+    workers.run(two_steps, 2, shorts, tmp_path, IN_PIPELINE, range(2, 3))
     for rank in range(2):
         events = json.loads((tmp_path / "traces" / f"rank-{rank:03d}.json").read_text())["traceEvents"]
         names = [event["name"] for event in events if event.get("name", "").startswith("stage ")]
