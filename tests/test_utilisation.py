@@ -23,13 +23,8 @@ from longctx.training.trace import parse_steps
 from tests.training_cases import start
 from tests.workers import Workers
 
-ON_2 = [
-    "batch.tokens_per_rank=200",
-    "batch.global_tokens=700",
-    "data.max_length=300",
-    "context.mode=static",
-    "context.degree=2",
-]
+STEP = ["batch.tokens_per_rank=200", "batch.global_tokens=700", "train.steps=3", "checkpoint.every=3"]
+ON_2 = ["context.mode=static", "context.degree=2", "data.max_length=300"]
 IN_PIPELINE = ["parallel.pipeline_parallel_size=2", "context.degree=1", "data.max_length=200", "batch.global_tokens=100"]
 
 
@@ -82,7 +77,7 @@ def test_peaks_by_name() -> None:
 
 def two_steps(store: Path, run: Path, settings: list[str], traced: range | None = None, stopped: bool = False) -> list[object]:
     """Metrics of two steps; of a traced run, whether it reached its third and last step."""
-    trainer = start(store, run, [*ON_2, *settings, "train.steps=3", "checkpoint.every=3"], traced=traced)
+    trainer = start(store, run, [*STEP, *ON_2, *settings], traced=traced)
     trainer.stop.received = stopped
     if traced is not None:
         return [trainer.train()]
