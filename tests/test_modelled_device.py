@@ -1,13 +1,9 @@
 """The cluster of modelled devices: visible pairs, ratios of the dilated profile, the table; a run where root may make it."""
 
 import json
-import time
 from argparse import Namespace
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +23,6 @@ from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
-from longctx.planning.plan import Plan
-from longctx.planning.planners.planner import make_plan
 from tests.test_cluster import needs_namespaces
 
 
@@ -65,28 +59,6 @@ def test_every_schedule_has_its_own_time_per_pair(monkeypatch: pytest.MonkeyPatc
         seconds = attention_ns(profile, np.array([length]), np.array([1])).sum() / NANOSECONDS
         assert device.s_per_pair == pytest.approx(seconds / 2 / (length * (length + 1) / 2))
         del schedule
-
-
-def test_one_process_plans_for_all(tmp_path: Path) -> None:
-    """A plan that fails is made by the next; those who ask meanwhile wait, and later ones read it."""
-    made: list[int] = []
-
-    def plan(lengths: Sequence[int], **settings: Any) -> Plan:
-        made.append(len(lengths))
-        if len(made) == 1:
-            raise ValueError("the first")
-        time.sleep(0.2)
-        return make_plan(lengths, **settings)
-
-    settings = {"ranks": 2, "tokens_per_rank": 64, "profile": HardwareProfile.load("h100-nvlink-ib")}
-    with pytest.raises(ValueError, match="the first"):
-        modelled.plan_once(plan, tmp_path, [100, 9], **settings)
-    with ThreadPoolExecutor(4) as processes:
-        plans = list(processes.map(lambda _: modelled.plan_once(plan, tmp_path, [100, 9], **settings), range(4)))
-    plans += [modelled.plan_once(plan, tmp_path, lengths, **settings) for lengths in ([9, 9, 9], [100, 9])]
-    assert made == [2, 2, 3], "one that failed, and one for each step"
-    assert [each.hash for each in plans] == [make_plan(each.lengths, **settings).hash for each in plans]
-    assert not list(tmp_path.glob("*.claim"))
 
 
 @pytest.mark.slow

@@ -73,53 +73,34 @@ def test_the_spec_counts_what_the_model_has(checkpoints: dict[str, Path], name: 
     assert counted == pytest.approx(4 * 4 * 8 * pairs, rel=0.15), "a query's own key counts half"
 
 
-CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "hidden_act": ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and only silu, swish are"),
-    "unknown": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
-    "quantised": ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-    "type": ("olmo2", {}, "model_type is olmo2, and only llama, mistral"),
-    "Gemma": ("gemma2", {}, "model_type is gemma2, and only llama, mistral"),
-    "GPT-2": ("gpt2", SPECIAL["gpt2"], "model_type is gpt2, and only llama, mistral"),
-    "dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], and only the first layers may have"),
-    "pattern": (
-        "qwen3",
-        {
-            "sliding_window": 7,
-            "use_sliding_window": True,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-        },
-        "layer_types has full_attention in layers other than every n-th",
-    ),
-    "kind of layer": ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
-    "dynamic": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-        "rope_parameters has type dynamic",
-    ),
-    "attention_factor": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "attention_factor": 1.0,
-            }
-        },
-        "rope_parameters has attention_factor 1.0",
-    ),
-    "partial": (
-        "llama",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor 0.5, and only whole heads are supported",
-    ),
-}
+WINDOWS = {"sliding_window": 7, "use_sliding_window": True}
+UNEVEN = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+OTHER_FAMILY = "and only llama, mistral"
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_the_native_decoder_lacks_is_refused(tmp_path: Path, change: str) -> None:
-    kind, settings, message = CHANGES[change]
+def rope(kind: str, **parameters: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **parameters}}
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and only silu, swish are"),
+    ("llama", {"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
+    ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+    ("olmo2", {}, f"model_type is olmo2, {OTHER_FAMILY}"),
+    ("gemma2", {}, f"model_type is gemma2, {OTHER_FAMILY}"),
+    ("gpt2", SPECIAL["gpt2"], f"model_type is gpt2, {OTHER_FAMILY}"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], and only the first layers may have"),
+    ("qwen3", {**WINDOWS, "layer_types": UNEVEN}, "layer_types has full_attention in layers other than every n-th"),
+    ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
+    ("llama", rope("dynamic", factor=4.0), "rope_parameters has type dynamic"),
+    ("llama", rope("yarn", **YARN, attention_factor=1.0), "rope_parameters has attention_factor 1.0"),
+    ("llama", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5, and only whole heads are supported"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), CHANGES)
+def test_what_the_native_decoder_lacks_is_refused(tmp_path: Path, kind: str, settings: dict[str, Any], message: str) -> None:
     transformers.AutoConfig.for_model(kind, **{**BASE, **settings}).save_pretrained(tmp_path)
     (tmp_path / "tensors.json").write_text("{}")
     with pytest.raises(PretrainedError, match=message) as refusal:
