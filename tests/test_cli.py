@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def test_every_command_has_help_with_one_default_per_option(name: str, capsys: p
     assert f"usage: longctx {name}" in text
     for entry in re.split(r"\n\n|\n  (?=-)", text):
         assert entry.count("(default") <= 1, f"a doubled default: {entry}"
+    assert name != "plan" or "(default: " in text
 
 
 def test_config_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +82,13 @@ def test_config_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixt
     assert "  batch.tokens_per_rank: 2048  # default: 8192\n" in out and "train.steps" not in out
     assert cli.main(["config", "steps"]) == 2
     assert "there is no section or setting 'steps', nor such a file: sections are model, lora" in capsys.readouterr().err
+
+
+def test_python_m_longctx_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["longctx", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("longctx", run_name="__main__")
+    assert capsys.readouterr().out == f"longctx {longctx.__version__}\n"
 
 
 DIGITS = "9" * 5000
