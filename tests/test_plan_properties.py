@@ -84,8 +84,13 @@ def plan_or_none(**arguments: object) -> Plan | None:
         return None
 
 
+FLAT = replace(H100, attention_efficiency=((1, 1.0),), ranks_per_node=1, overlap=0.0)
+"""Reversing documents moves single tokens between ranks, so candidates must be scored as they will run."""
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(requests(), profiles())
+@example({"lengths": [1, 1, 1, 1745], "ranks": 24, "tokens_per_rank": 77}, FLAT)
 def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object], profile: HardwareProfile) -> None:
     auto = plan_or_none(**request, profile=profile)
     others = {mode: plan_or_none(**request, profile=profile, mode=mode) for mode in ("static", "bins")}
@@ -99,15 +104,6 @@ def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object]
         assert plan.makespan_s >= plan.lower_bound_s == auto.lower_bound_s
         assert auto.makespan_s <= plan.makespan_s
         assert plan.hash != auto.hash
-
-
-def test_auto_is_not_worse_by_the_rounding_of_reversed_documents() -> None:
-    """Reversing documents moves single tokens between ranks, so candidates must be scored as they will run."""
-    flat = HardwareProfile(**{**H100.__dict__, "attention_efficiency": ((1, 1.0),), "ranks_per_node": 1, "overlap": 0.0})
-    plans = [
-        make_plan([1, 1, 1, 1745], ranks=24, tokens_per_rank=77, profile=flat, mode=mode) for mode in ("auto", "static", "bins")
-    ]
-    assert plans[0].makespan_s == min(plan.makespan_s for plan in plans)
 
 
 @settings(max_examples=examples(60), deadline=None)

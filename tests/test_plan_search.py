@@ -144,6 +144,7 @@ def test_shortest_paths_leave_room_where_it_is_worth_something() -> None:
     assert graph.shortest_path(0.9)[0].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mix", "most"), [("magi_192k", 0.12), ("wlb_128k", 0.10)])
 def test_documents_of_a_million_tokens_have_micro_batches_as_long_as_they_need(mix: str, most: float) -> None:
     """With one limit for all but two micro-batches, plans were 14 % and 11 % above the lower bound."""
