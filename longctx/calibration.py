@@ -29,7 +29,7 @@ from longctx.data.packing import MicroBatch, StepBatch
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention
-from longctx.model.source import NewDecoder
+from longctx.hf.source import NewDecoder
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.planning.cost.scaling import query_share

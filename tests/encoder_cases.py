@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
-from longctx.attention.huggingface import model_inputs, prepare
+from longctx.hf.attention import model_inputs, prepare
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, pack_documents
 from tests.data_cases import placed_plan

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, T5GemmaConfig, T5GemmaForConditionalGeneration
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 
-from longctx.attention.huggingface import model_inputs, prepare
+from longctx.hf.attention import model_inputs, prepare
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import pack_seq2seq
 from longctx.planning.layout import Placement

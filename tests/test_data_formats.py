@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from longctx.cli import main
-from longctx.data.corpus import CorpusError, open_corpus
-from longctx.data.formats import Document
-from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.formats import Document
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from tests.data_cases import documents, made, write_jsonl, written
 from tests.template_cases import TOOLS, call
 

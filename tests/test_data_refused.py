@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from longctx.data.corpus import CorpusError, open_corpus
-from longctx.data.formats import columns_of, parse_record
+from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.formats import columns_of, parse_record
 from longctx.errors import UserError
 from tests.data_cases import written
 from tests.template_cases import TOOLS, call, chat

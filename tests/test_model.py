@@ -13,7 +13,7 @@ from longctx.model.decoder import Decoder, Embedding
 from longctx.model.families import expressed
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
-from longctx.model.source import NewDecoder
+from longctx.hf.source import NewDecoder
 from longctx.training.checks import check_model
 from longctx.training.data import RunData
 from longctx.training.objectives.loss import cross_entropy_sum, log_probabilities, rows_with_labels

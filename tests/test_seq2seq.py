@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
 from longctx.data.packing import PackingError, pack_documents, pack_seq2seq
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan

@@ -13,7 +13,7 @@ from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
 from longctx.model.protocol import Attention
-from longctx.model.source import ModelSource
+from longctx.hf.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
