@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from longctx.cli import main
 from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.tokenizer import Tokenizer, TokenizerError
 from longctx.data.store.manifest import StoreError
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
-from longctx.data.records.tokenizer import Tokenizer, TokenizerError
 from tests.data_cases import CONVERSATION, byte_store, text_of, write_jsonl
 
 LENGTHS = (1 + 1, 17, 300, 2, 64)

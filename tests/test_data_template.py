@@ -14,13 +14,13 @@ from longctx.cli import main
 from longctx.data import IGNORED_LABEL
 from longctx.data.records.chat import ChatError
 from longctx.data.records.corpus import open_corpus
-from longctx.data.store.manifest import StoreError
 from longctx.data.records.markup import Markup
-from longctx.data.store.prepare import prepare
 from longctx.data.records.pretrained import Pretrained
-from longctx.data.store.store import Store
 from longctx.data.records.template import Template
 from longctx.data.records.tokenizer import TokenizerError
+from longctx.data.store.manifest import StoreError
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from tests.data_cases import learnt, made, write_jsonl
 from tests.template_cases import FAMILIES, SMOLLM2, SMOLLM2_MARKED, TOOLS, Family, call, chat
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from longctx.hf.attention import HuggingFaceError, model_inputs
-from longctx.hf.attention import prepare as prepare_model
 from longctx.config import load
 from longctx.errors import UserError
+from longctx.hf.attention import HuggingFaceError, model_inputs
+from longctx.hf.attention import prepare as prepare_model
 from longctx.hf.model import block_name
 from longctx.hf.spec import spec_of
 from longctx.planning.cost.spec import ModelSpec

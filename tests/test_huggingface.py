@@ -10,8 +10,8 @@ import torch
 from transformers import masking_utils
 
 from longctx.attention import huggingface
-from longctx.hf.attention import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, one_document, ring_step, unpacked

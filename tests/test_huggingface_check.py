@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from longctx.attention import huggingface_check
+from longctx.data.packing import pack_documents
 from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
 from longctx.hf.exactness import longest_exact
-from longctx.data.packing import pack_documents
 from tests.data_cases import placed_plan
 from tests.family_cases import build
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, build_model, make_documents, one_document, ring_step, shard, unpacked

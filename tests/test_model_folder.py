@@ -9,8 +9,8 @@ import transformers
 from longctx.data.records.corpus import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
-from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.hf.model import TransformersSource
+from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.training.saved.model_folder import keep_model_files
 from tests.data_cases import write_jsonl
 from tests.template_cases import FAMILIES, chat

@@ -10,12 +10,12 @@ import transformers
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from longctx.hf.source import pretrained
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.families import FAMILIES, expressed
 from longctx.model.family import canonical
 from longctx.model.presets import PRESETS, NoNativeModel
 from longctx.model.pretrained_decoder import PretrainedDecoder
-from longctx.hf.source import pretrained
 from tests.huggingface_cases import SPECIAL
 from tests.native_cases import BASE, CASES, as_saved, attention_of, build
 from tests.pretrained_cases import largest_error

@@ -12,11 +12,11 @@ from longctx.data.records.formats import Document
 from longctx.data.records.left_out import EMPTY, left_out
 from longctx.data.records.markup import Marked, Markup
 from longctx.data.records.messages import leaves
-from longctx.data.store.request import StoreRequest
-from longctx.data.sampler import TRUNCATED
 from longctx.data.records.template import Rendered
 from longctx.data.records.token_ids import Ids
 from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
+from longctx.data.sampler import TRUNCATED
+from longctx.data.store.request import StoreRequest
 
 
 class EncodedDocument(NamedTuple):

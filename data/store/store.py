@@ -31,9 +31,9 @@ import pyarrow
 import pyarrow.compute
 
 from longctx.data import IGNORED_LABEL
+from longctx.data.records.tokenizer import Tokenizer
 from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, how_to_prepare
 from longctx.data.store.mapped import Batch, MappedFile
-from longctx.data.records.tokenizer import Tokenizer
 from longctx.errors import shell
 
 Int64Array = npt.NDArray[np.int64]

@@ -132,8 +132,8 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
 
 def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
-    from longctx.data.store.manifest import StoreError
     from longctx.data.records.new_tokens import save_with_tokens
+    from longctx.data.store.manifest import StoreError
 
     tokenizer = arguments.tokenizer or arguments.model
     if chosen.model.new_tokens is not None and arguments.tokenizer is None:

@@ -128,8 +128,8 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.records.corpus import open_corpus
-    from longctx.data.store.prepare import prepare
     from longctx.data.records.tokenizer import ANOTHER_TOKENIZER
+    from longctx.data.store.prepare import prepare
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")

@@ -26,22 +26,15 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.grouped_product import leaves_gradients
-from longctx.hf.exactness import (
-    HuggingFaceError,
-    Kind,
-    check_config,
-    check_model,
-    longest_exact,
-    refuse_arguments,
-)
-from longctx.hf.masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
-from longctx.hf.seq2seq import ROLES, ByRole, attend_by_role, attention_inputs, check_seq2seq
 from longctx.attention.linear import Recurrence, not_compiled
-from longctx.hf.linear import linear_layers, replace_linear, restore_linear
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
+from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments
+from longctx.hf.linear import linear_layers, replace_linear, restore_linear
+from longctx.hf.masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
+from longctx.hf.seq2seq import ROLES, ByRole, attend_by_role, attention_inputs, check_seq2seq
 from longctx.planning.layout import CrossLayout, Layout, Span
 
 Make = Callable[[float | None, float, int | None, torch.device], RingAttention | HybridAttention]

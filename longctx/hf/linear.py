@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from longctx.hf.exactness import LINEAR_LAYERS, HuggingFaceError, refuse_arguments
 from longctx.attention.linear.recurrence import Recurrence
+from longctx.hf.exactness import LINEAR_LAYERS, HuggingFaceError, refuse_arguments
 
 ARGUMENT, PASSED = "ring_attention", "_layout_passed"
 IGNORED = ("hidden_states", "position_embeddings", ARGUMENT)

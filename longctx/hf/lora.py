@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.hf.conversion import Tensors
-from longctx.hf.model import OURS, TransformersModel, TransformersSource
 from longctx.hf.lora_options import ALL_LINEAR, Lora, LoraError, QuantizationError
-from longctx.model.protocol import generator_of
+from longctx.hf.model import OURS, TransformersModel, TransformersSource
 from longctx.hf.quantized import QuantizedLinear, quantize_layers
 from longctx.hf.vision import is_vision, weights_of_images
+from longctx.model.checkpoint_files import CheckpointFiles
+from longctx.model.protocol import generator_of
 from longctx.planning.cost.spec import Adapters, ModelSpec, Quantized
 
 ADAPTER = "default"

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.hf.attention import Rings, check_length, packing_from_layout, replace_attention
-from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_packed
 from longctx.errors import brief
+from longctx.hf.attention import Rings, check_length, packing_from_layout, replace_attention
+from longctx.hf.conversion import Conversion
+from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_packed
+from longctx.hf.spec import spec_of
+from longctx.hf.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.model.balance import RowDocuments
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
-from longctx.hf.conversion import Conversion
-from longctx.hf.spec import spec_of
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.hf.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."

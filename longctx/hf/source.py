@@ -107,8 +107,8 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, entrie
     `split`: whether matrices or layers are split over ranks; `entries`: entries up to which its vocabulary is extended.
     Raises PretrainedError if the checkpoint cannot be used.
     """
-    from longctx.model.checkpoint_files import PretrainedError
     from longctx.hf.model import open_checkpoint, with_entries
+    from longctx.model.checkpoint_files import PretrainedError
     from longctx.model.pretrained_decoder import NativeSource
 
     files = with_entries(open_checkpoint(source, rope), entries)

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from longctx.hf.attention import configs_of_parts
 from longctx.errors import UserError
+from longctx.hf.attention import configs_of_parts
 from longctx.hf.vision import is_vision, weights_of_images
 
 OF_TOKENS = ("SFTTrainer",)

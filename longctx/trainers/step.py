@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from longctx.hf.attention import model_inputs
 from longctx.data.packing import MicroBatch, fill, with_source
+from longctx.hf.attention import model_inputs
 from longctx.hf.model import row
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile

@@ -13,11 +13,11 @@ import numpy as np
 
 from longctx import tokenizer_files
 from longctx.data.records.chat import CHATML, TEMPLATE_FILE
-from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
 from longctx.data.records.new_tokens import added_tokens
+from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
 from longctx.data.store.store import Store
-from longctx.model.checkpoint_files import DESCRIBED, ENDS, small_files
 from longctx.hf.source import ModelSource
+from longctx.model.checkpoint_files import DESCRIBED, ENDS, small_files
 
 SAMPLED = 32
 """Documents of a store in which ends are looked for: so many of those with targets everywhere, and of the others."""
