@@ -2,7 +2,7 @@
 
     python bench/tree_picture.py docs/trees.png
 
-The .png carries what it shows as the text chunk `Description`; tests/test_tree_picture.py compares it with the code.
+The .png carries what it shows as the text chunk `Description`; tests/test_pictures.py compares it with the code.
 """
 
 import json

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from longctx.data.records.corpus import open_corpus
+from longctx.data.records.formats import Document
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.hardware_profile import HardwareProfile
@@ -50,6 +51,10 @@ def written(folder: Path, records: Sequence[Any], suffix: str = "jsonl") -> Path
     return path
 
 
+def documents(folder: Path, records: Sequence[Any], suffix: str = "jsonl", **options: Any) -> list[Document]:
+    return list(open_corpus(str(written(folder, records, suffix)), **options).documents())
+
+
 def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, name: str = "store") -> Store:
     """Makes a store of plain bytes with documents of `lengths` tokens (end tokens included), then conversations."""
     records: list[Any] = [{"text": text_of(length - 1, seed)} for seed, length in enumerate(lengths)]
@@ -60,14 +65,18 @@ def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, 
 
 
 def made(
-    folder: Path, records: Sequence[Any], tokenizer: str | Path = "bytes", template: str | None = None, **options: Any
+    folder: Path,
+    records: Sequence[Any],
+    tokenizer: str | Path = "bytes",
+    template: str | None = None,
+    suffix: str = "jsonl",
+    **options: Any,
 ) -> Store:
     """Makes a store of these records, over one that is there, with the text of a chat template if one is given."""
     if template is not None:
         (folder / "t.jinja").write_text(template)
         options["chat_template"] = str(folder / "t.jinja")
-    source = open_corpus(str(write_jsonl(folder / "s.jsonl", records)))
-    prepare(source, folder / "store", tokenizer=str(tokenizer), overwrite=True, **options)
+    prepare(written(folder, records, suffix), folder / "store", tokenizer=str(tokenizer), overwrite=True, **options)
     return Store.open(folder / "store")
 
 
@@ -76,9 +85,10 @@ def whole(store: Store, document: int = 0) -> str:
 
 
 def learnt(store: Store, document: int = 0) -> str:
-    """Returns the text with loss."""
+    """Returns the text with loss, without the end of a document, which ChatML as text trains after a trained last answer."""
     _, labels = store.read(document, 0, int(store.lengths[document]))
-    return store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL)
+    text = store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL)
+    return text.removesuffix("\n<|endoftext|>")
 
 
 def interrupt(stage: str, share: float) -> None:

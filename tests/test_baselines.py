@@ -14,7 +14,6 @@ from longctx.planning.check import check_plan
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.planning.planners.static import best_fit
 from rivals import RIVALS, MissingWheel, _even_cuts
 from tests.marks import examples
 
@@ -53,12 +52,6 @@ def test_megatron_main_is_the_real_class() -> None:
     assert all(is_power_of_two(degree) for degree in plan.degrees)
 
 
-def test_megatron_main_reports_documents_that_it_cannot_plan() -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    with pytest.raises(PlanError, match="Megatron main cannot plan this"):
-        plan_baseline("megatron-main", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100)
-
-
 def test_without_the_wheel_the_error_has_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
@@ -85,27 +78,6 @@ def test_fixed_static_takes_the_smallest_power_of_two_that_divides_the_ranks() -
     assert fixed_degree(8192, 4, 4095) == 4, "of an odd budget each rank loses a token"
     with pytest.raises(PlanError, match="cannot hold a document of 65,537 tokens: all 16 ranks hold 65,536"):
         fixed_degree(65_537, 16, 4096)
-
-
-def test_fixed_static_packs_next_fit_in_drawn_order() -> None:
-    """Degree 2 of 8 ranks of 10 tokens: packs of 20, the open one closed for good by the first document that does not fit."""
-    plan = plan_fixed_static([12, 8, 4, 18, 2, 20], ranks=8, tokens_per_rank=10, profile=H100, degree=2)
-    stands = [[(p.first_rank, p.document) for p in mb] for mb in plan.micro_batches]
-    assert stands == [[(0, 0), (0, 1), (2, 2), (4, 3), (4, 4), (6, 5)]], "document 4 does not go back to 2"
-    assert set(plan.degrees) == {2} and plan.winner == "static:2"
-
-
-def test_fixed_static_splits_the_last_packs_until_no_group_is_empty() -> None:
-    """Three packs for two groups: the last is split; four documents in one pack for four groups: one document per group."""
-    plan = plan_fixed_static([8, 2, 10, 3, 3, 3], ranks=2, tokens_per_rank=10, profile=H100, degree=1)
-    assert [[(p.first_rank, p.document) for p in mb] for mb in plan.micro_batches] == [
-        [(0, 0), (0, 1), (1, 2)],
-        [(0, 3), (0, 4), (1, 5)],
-    ]
-    plan = plan_fixed_static([1, 2, 3, 4], ranks=4, tokens_per_rank=10, profile=H100, degree=1)
-    assert [[(p.first_rank, p.document) for p in mb] for mb in plan.micro_batches] == [[(0, 0), (1, 3), (2, 2), (3, 1)]]
-    few = plan_fixed_static([1, 2], ranks=4, tokens_per_rank=10, profile=H100, degree=1)
-    assert [[p.first_rank for p in mb] for mb in few.micro_batches] == [[0, 1]], "two documents are too few for four groups"
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -142,10 +114,6 @@ def test_fixed_static_is_that_of_megatron(lengths: list[int], degree: int) -> No
 def test_invalid_fixed_degrees_are_refused(degree: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_fixed_static([100, 9000], ranks=8, tokens_per_rank=4096, profile=H100, degree=degree)
-
-
-def test_best_fit_takes_the_fullest_pack_with_room() -> None:
-    assert best_fit(np.array([6, 5, 4, 5]), 10).tolist() == [0, 1, 0, 1]
 
 
 @settings(max_examples=examples(100), deadline=None)

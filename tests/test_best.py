@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from longctx.cli import main
@@ -30,9 +29,7 @@ def run(store: Path, folder: Path, steps: int, resume: bool = False, settings: t
     first, original = dict(trainer.best or {}), Validator.validate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Validator,
-            "validate",
-            lambda self: dataclasses.replace(original(self), validation_loss=LOSSES[trainer.steps_done]),
+            Validator, "validate", lambda self: dataclasses.replace(original(self), validation_loss=LOSSES[trainer.steps_done])
         )
         trainer.train()
     return first
@@ -92,9 +89,3 @@ def test_it_needs_room_for_a_third_checkpoint(tmp_path: Path, monkeypatch: pytes
     assert open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000) == (None, [])
     with pytest.raises(RunFolderError, match=r"has 25\.0 MB free, but three checkpoints of this model need 30\.0 MB"):
         open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000, best=True)
-
-
-def test_it_needs_validation(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--checkpoint.best", "true"]) == 2
-    assert "told by the validation loss" in capfd.readouterr().err
-    assert not dist.is_initialized()

@@ -44,14 +44,16 @@ def rows() -> dict[str, PlannerRow]:
     return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100)[0]}
 
 
-def test_every_planner_has_a_row_on_the_same_documents(rows: dict[str, PlannerRow]) -> None:
+def test_numbers_are_those_of_the_plans(rows: dict[str, PlannerRow]) -> None:
+    """Plans exchange in two levels, as training does: in one, static degrees across nodes would be slower than in training."""
+    assert load(None, []).context.two_level_exchange
+    assert {HardwareProfile.load(name).exchange_levels for name in shipped_profiles()} == {2}
     assert tuple(rows) == PLANNERS
     for row in rows.values():
         assert (row.documents, row.tokens, row.longest) == (64, sum(LENGTHS), max(LENGTHS))
         assert (row.makespan_s is None) == bool(row.note)
-
-
-def test_numbers_are_those_of_the_plans(rows: dict[str, PlannerRow]) -> None:
+        shares = (row.work_share, row.exchange_share, row.idle_share, row.fixed_share)
+        assert row.note or (min(shares) >= -1e-12 and sum(shares) == pytest.approx(1))
     request = {"ranks": 16, "tokens_per_rank": 16384, "profile": H100}
     for planner in ("auto", "bins", "static"):
         plan = make_plan(LENGTHS, **request, mode=planner)
@@ -75,26 +77,15 @@ def test_numbers_are_those_of_the_plans(rows: dict[str, PlannerRow]) -> None:
 
 def test_fixed_static_has_the_degree_of_its_data_set_or_the_given_one() -> None:
     """Documents that need 1, 2 and 4 ranks; best static depends only on the documents of the step."""
-    of_step = compare_case(Case((6000,) * 8, 8, 4096), H100, ("auto", "fixed-static"))[0][1]
-    of_data_set = compare_case(Case((6000,) * 8, 8, 4096, longest=13_000), H100, ("auto", "fixed-static"))[0][1]
-    named = compare_case(Case((6000,) * 8, 8, 4096, longest=13_000, fixed_degree=8), H100, ("auto", "fixed-static"))[0][1]
-    assert [row.winner for row in (of_step, of_data_set, named)] == ["static:2", "static:4", "static:8"]
+
+    def fixed(**more: int) -> PlannerRow:
+        return compare_case(Case((6000,) * 8, 8, 4096, **more), H100, ("auto", "fixed-static"))[0][1]
+
+    of_data_set = fixed(longest=13_000)
+    winners = [row.winner for row in (fixed(), of_data_set, fixed(longest=13_000, fixed_degree=8))]
+    assert winners == ["static:2", "static:4", "static:8"]
     plan = plan_fixed_static((6000,) * 8, ranks=8, tokens_per_rank=4096, profile=H100, degree=4)
     assert of_data_set.makespan_s == plan.makespan_s
-
-
-def test_shares_add_up_to_the_step(rows: dict[str, PlannerRow]) -> None:
-    for row in rows.values():
-        if not row.note:
-            shares = (row.work_share, row.exchange_share, row.idle_share, row.fixed_share)
-            assert all(share is not None and share >= -1e-12 for share in shares)
-            assert sum(share or 0 for share in shares) == pytest.approx(1)
-
-
-def test_plans_exchange_as_training_does_by_default() -> None:
-    """In two levels: in one level, static degrees across nodes would be slower than in training."""
-    assert load(None, []).context.two_level_exchange
-    assert {HardwareProfile.load(name).exchange_levels for name in shipped_profiles()} == {2}
 
 
 def test_without_barriers_groups_of_fixed_static_wait_only_at_the_end_of_the_step() -> None:
@@ -274,60 +265,40 @@ def test_the_page_has_the_figures_of_the_plans(tmp_path: Path, capsys: pytest.Ca
     assert "Ranks over time in one step, under fixed static and under auto" in text
 
 
+MIX = ("--mix", "wlb_128k")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--mix", "wikipaedia"], "unknown length mix 'wikipaedia': choose one of magi_192k, wikipedia, wlb_128k"),
-        (["--mix", "wlb_128k", "--documents", "0"], "documents is 0"),
-        (["--mix", "wlb_128k", "--steps", "0"], "--steps is 0"),
-        (["--mix", "wlb_128k", "--profile", "h900"], "no hardware profile 'h900'"),
-        (["--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
-        (["--mix", "wlb_128k", "--global-tokens", "5"], "--global-tokens needs a file or store, but the lengths come from a"),
-        (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:3"], "static:3 on 8 ranks: the degree must divide"),
-        (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:1"], "use degree"),
-        (["--mix", "wlb_128k", "--html", "missing/page.html"], "folder missing does not exist"),
-        (
-            ["--mix", "wlb_128k", "--ranks", "2", "--documents", "200", "--long-documents", "error"],
-            "2 ranks of 16384 tokens hold at most 32768",
+        ([*MIX, "--documents", "0"], "documents is 0"),
+        ([*MIX, "--steps", "0"], "--steps is 0"),
+        ([*MIX, "--profile", "h900"], "no hardware profile 'h900'"),
+        ([*MIX, "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
+        ([*MIX, "--global-tokens", "5"], "--global-tokens needs a file or store, but the lengths come from a"),
+        ([*MIX, "--ranks", "8", "--baseline", "static:3"], "static:3 on 8 ranks: the degree must divide"),
+        ([*MIX, "--ranks", "8", "--baseline", "static:1"], "use degree"),
+        ([*MIX, "--html", "missing/page.html"], "folder missing does not exist"),
+        ([*MIX, "--ranks=2", "--documents=200", "--long-documents=error"], "2 ranks of 16384 tokens hold at most 32768"),
+        (["5\n", "--documents", "1"], "--documents needs a mix, but the lengths come from a file"),
+        (["5\n", "--steps", "0"], "--steps is 0"),
+        (["5\n999999\n", "--ranks", "4"], "document 1 has 999999 tokens, but 4 ranks of 16384 tokens hold at most 65536"),
+        (["99999999\n"], "raise tokens_per_rank to 97658, use 6104 ranks, or split the document"),
+        *(
+            ([*MIX, f"--baseline={value}"], "is not static:DEGREE, as in static:8")
+            for value in ("8", "static:", "static:0", "auto:8")
         ),
+        *(([*MIX, f"--ranks={value}"], "--ranks") for value in ("", "8,x", "0", "8;64")),
     ],
 )
-def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(*arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "more", "message"),
-    [
-        ("5\n", ["--documents", "1"], "--documents needs a mix, but the lengths come from a file"),
-        ("5\n", ["--steps", "0"], "--steps is 0"),
-        ("5\n999999\n", ["--ranks", "4"], "document 1 has 999999 tokens, but 4 ranks of 16384 tokens hold at most 65536"),
-        ("99999999\n", [], "raise tokens_per_rank to 97658, use 6104 ranks, or split the document"),
-    ],
-)
-def test_bad_lengths_are_named(
-    tmp_path: Path, text: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "bad.txt"
-    path.write_text(text)
-    assert compare("--lengths", str(path), *more) == 2
+def test_bad_requests_are_named(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if arguments[0] != "--mix":
+        (tmp_path / "lengths.txt").write_text(arguments[0])
+        arguments = ["--lengths", str(tmp_path / "lengths.txt"), *arguments[1:]]
+    try:
+        status: object = compare(*arguments)
+    except SystemExit as end:
+        status = end.code
     captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("option", "values", "message"),
-    [
-        ("--baseline", ["8", "static", "static:", "static:0", "auto:8", "static:x"], "is not static:DEGREE, as in static:8"),
-        ("--ranks", ["", "8,x", "0", "8;64"], "--ranks"),
-    ],
-)
-def test_malformed_options_are_refused(
-    option: str, values: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for value in values:
-        with pytest.raises(SystemExit):
-            compare("--mix", "wlb_128k", f"{option}={value}")
-        assert message in capsys.readouterr().err
+    assert status == 2 and message in captured.err and captured.out == ""

@@ -2,17 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from pydantic import ValidationError
 
 from longctx import config
 from longctx.config import Config, ConfigError
 from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
-from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.presets import PRESETS
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
 from longctx.start import _notes
@@ -37,11 +35,6 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def test_defaults_are_a_valid_run() -> None:
-    assert config.load(None, []) == Config()
-    config.check(Config(), world_size=2)
 
 
 def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -> None:
@@ -76,12 +69,6 @@ def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
 def test_every_name_of_another_program_leads_to_a_setting() -> None:
     assert {ours.partition(":")[0] for ours in ALIASES.values()} <= SETTINGS.keys()
     assert "did you mean bfloat16?" in problems("train.dtype=bf16")["train.dtype"]
-
-
-@pytest.mark.parametrize("value", ["0100", "1:30", "0x10"])
-def test_numbers_that_yaml_1_1_reads_otherwise_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match="warmup_steps"):
-        load(f"optimizer.warmup_steps={value}")
 
 
 @pytest.mark.parametrize(
@@ -122,11 +109,6 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"5 problems in {path} and the command line:")
 
 
-def test_rules_skip_invalid_values() -> None:
-    assert problems("batch.tokens_per_rank=none", "batch.pad_to_multiple_of=5000").keys() == {"batch.tokens_per_rank"}
-    assert problems("batch.tokens_per_rank=10", "batch.pad_to_multiple_of=5000").keys() == {"batch.pad_to_multiple_of"}
-
-
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
@@ -141,8 +123,7 @@ def test_rules_skip_invalid_values() -> None:
 )
 def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
     (text,) = problems(override).values()
-    assert "unknown setting" in text
-    assert hint in text
+    assert "unknown setting" in text and hint in text
 
 
 @pytest.mark.parametrize(
@@ -169,7 +150,7 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
     ("override", "rule"),
     [
         ("train.steps=0", "greater than or equal to 1"),
-        ("train.steps=true", "valid integer"),
+        *((f"optimizer.warmup_steps={value}", "valid integer") for value in ("true", "0100", "1:30", "0x10")),
         ("train.steps='20'", "valid integer"),
         ("train.seed=4294967296", "less than or equal to 4294967295"),
         ("train.dtype=float16", "'float32' or 'bfloat16'"),
@@ -193,15 +174,10 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
     ],
 )
 def test_each_rule(override: str, rule: str) -> None:
-    found = problems(override)
-    assert len(found) == 1
-    (text,) = found.values()
-    assert rule in text
-    assert "fix: " in text
+    (text,) = problems(override).values()
     key, _, value = override.partition("=")
-    if key != "model.num_attention_heads":
-        assert key.split(".")[0] in text
-        assert value.strip("'") in text
+    assert rule in text and "fix: " in text
+    assert key == "model.num_attention_heads" or (key.split(".")[0] in text and value.strip("'") in text)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +196,7 @@ def test_invalid_tables_of_bins(bins: str, rule: str) -> None:
 
 
 STAGES, CHUNKS = "parallel.pipeline_parallel_size", "parallel.pipeline_chunks"
+BINS = "context.mode=bins"
 PIPELINE = ["model.num_hidden_layers=8", f"{STAGES}=2"]
 OVER_FOUR = ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4"]
 
@@ -266,10 +243,6 @@ def test_check_reports_the_same_problems_for_a_loaded_configuration() -> None:
     config.check(loaded, world_size=3)
 
 
-def test_bins_beyond_the_longest_document_need_no_room() -> None:
-    load("context.mode=bins", "context.bins={8192: 1, 100000: 2}", "data.max_length=16384", world_size=2)
-
-
 @pytest.mark.parametrize("degree", [1, 2, 3, 7])
 @pytest.mark.parametrize("tokens_per_rank", [1, 2, 5, 16, 31])
 def test_every_document_up_to_the_longest_fits(degree: int, tokens_per_rank: int) -> None:
@@ -280,6 +253,7 @@ def test_every_document_up_to_the_longest_fits(degree: int, tokens_per_rank: int
 
 def test_max_length_is_what_the_mode_can_hold() -> None:
     assert load().max_length(4) == 4 * 8192
+    assert load(BINS, "context.bins={8192: 1, 100000: 2}", "data.max_length=16384", world_size=2).max_length(2) == 16384
     assert load("data.max_length=100").max_length(4) == 100
     assert load("context.mode=static", "context.degree=2").max_length(4) == 2 * 8192
     assert load("context.mode=static").max_length(4) == 4 * 8192
@@ -341,24 +315,12 @@ def test_messages_stay_short_and_print_no_control_characters(tmp_path: Path) -> 
 
 
 def test_the_resolved_dump_reads_back_equal(tmp_path: Path) -> None:
-    loaded = load(
-        "context.mode=bins",
-        "context.bins={8192: 1, 16384: 2}",
-        "optimizer.learning_rate=1e-5",
-        "optimizer.betas=[0.8, 0.99]",
-        "data.store=elsewhere",
-        "model.hidden_size=64",
-    )
+    changed = ["context.mode=bins", "context.bins={8192: 1, 16384: 2}", "optimizer.learning_rate=1e-5"]
+    loaded = load(*changed, "optimizer.betas=[0.8, 0.99]", "data.store=elsewhere", "model.hidden_size=64")
     text = loaded.to_yaml()
     assert config.load(written(tmp_path, text), []) == loaded
     every_setting = {(s, k) for s, content in yaml.safe_load(text).items() for k in content}
     assert every_setting == {(s, k) for s, content in Config().model_dump().items() for k in content}
-
-
-def test_settings_cannot_be_changed_afterwards() -> None:
-    loaded: Any = load()
-    with pytest.raises(ValidationError, match="frozen"):
-        loaded.train.steps = 5
 
 
 def test_help_lists_every_setting_with_type_description_and_default() -> None:
@@ -388,13 +350,33 @@ def test_a_model_is_its_preset_with_the_sizes_given() -> None:
         load("model.vocab_size=100").model.shape(vocab_size=4096)
 
 
-def test_every_size_of_a_model_can_be_set() -> None:
-    sections = Config().model_dump()
-    own = {"preset", "from_pretrained", "implementation", "new_tokens"}
-    assert set(sections["model"]) == {*own, *ModelShape.model_fields}
-
-
 @pytest.mark.parametrize(("name", "world_size"), [("quickstart", 2), ("pretrain_128k_cpu", 2)])
 def test_the_examples_are_valid(repository: Path, name: str, world_size: int) -> None:
     loaded = config.load(repository / "examples" / f"{name}.yaml", world_size=world_size)
     assert "128k" not in name or loaded.max_length(world_size) >= 131072
+
+
+def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
+    loaded = load("data.stores=[{path: a, weight: 3}, {path: b, weight: 1.5}]")
+    assert loaded.data.store is None and loaded.data.paths == [Path("a"), Path("b")] and loaded.data.said == "a, b"
+    assert config.load(written(tmp_path, loaded.to_yaml())) == loaded
+    assert Config().data.paths == [Path("stores/python-stdlib")]
+    assert "--data.stores [{path, weight, epochs}, ..]|null" in config.describe()
+
+
+@pytest.mark.parametrize(
+    ("stores", "rule"),
+    [
+        ("[]", "must not be empty"),
+        ("[{path: a}]", "each store needs either weight or epochs"),
+        ("[{path: a, weight: 1, epochs: 2}]", "each store needs either weight or epochs"),
+        ("[{path: a, weight: 1}, {path: b, epochs: 2}]", "stores with weight and stores with epochs cannot be mixed"),
+        ("[{path: a, weight: 1}, {path: ./a, weight: 2}]", "a store must not be listed twice"),
+        ("[{path: a, weight: 0}]", "must be greater than 0 (at 0.weight)"),
+        ("[{path: a, weight: 1}, {path: b, wieght: 1}]", "unknown key wieght (at 1)"),
+        ("[{weight: 1}]", "required (at 0.path)"),
+    ],
+)
+def test_invalid_lists_of_stores(stores: str, rule: str) -> None:
+    (text,) = problems(f"data.stores={stores}").values()
+    assert rule in text and text.startswith("  data.stores = ")

@@ -38,9 +38,7 @@ NEEDS = {
     "and checkpoint.every is null: the best": "data.held_out=0.1",
 }
 """What rows with these words need besides their conditions; later ones win."""
-COMPANIONS = {
-    "eval.every=100": ["data.held_out=0.1"],
-}
+COMPANIONS = {"eval.every=100": ["data.held_out=0.1"]}
 """What ways out need."""
 
 

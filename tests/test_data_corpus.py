@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -55,16 +56,6 @@ def test_files_that_are_not_text_are_skipped_and_named(tmp_path: Path) -> None:
     assert open_corpus(str(tmp_path)).not_read == {"ending .bin": 1}
 
 
-def test_jsonl_of_texts_and_conversations(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "mixed.jsonl", [{"text": "é"}, {"messages": CONVERSATION, "id": 3}])
-    file.write_text(file.read_text("utf-8") + "\n", "utf-8")  # a blank line at the end does no harm
-    first, second = open_corpus(str(file)).documents()
-    assert (first.text, first.messages) == ("é", ())
-    assert second.text is None
-    assert list(second.messages) == CONVERSATION
-    assert second.name == "mixed.jsonl:2"
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -72,14 +63,8 @@ def test_jsonl_of_texts_and_conversations(tmp_path: Path) -> None:
         ('{"text": "\udcff"}', "not UTF-8 at byte 10, which is 0xff: save the file in UTF-8 (iconv -f"),
         ('{"text": "\t"}', "not JSON: Invalid control character at column 11"),
         ("[1]", "must be an object"),
-        ('{"body": "x"}', "neither 'text' nor messages, conversations, prompt"),
         ('{"text": 3}', "'text' is 3: it must be text"),
-        ('{"text": ["a", "b"]}', "'text' is ['a', 'b']: it must be text"),
-        ('{"text": NaN}', "'text' is nan: it must be text"),
         ('{"text": "\\ud800"}', "surrogate"),
-        ('{"messages": []}', "at least one message"),
-        ('{"messages": [{"role": 3, "content": "x"}]}', "message 0 has role 3"),
-        ('{"messages": [{"role": "user"}]}', "message 0 has the content None: it must be a text"),
     ],
 )
 def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, says: str) -> None:
@@ -91,14 +76,7 @@ def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_parquet(tmp_path: Path) -> None:
-    table = pyarrow.table({"number": [1, 2], "text": ["one", "two"], "body": ["eins", "zwei"]})
-    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    assert texts(tmp_path / "t.parquet") == [("t.parquet:0", "one"), ("t.parquet:1", "two")]
-    assert texts(tmp_path / "t.parquet", text_column="body") == [("t.parquet:0", "eins"), ("t.parquet:1", "zwei")]
-
-
-def test_parquet_without_the_column_or_damaged(tmp_path: Path) -> None:
+def test_tables_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "t.parquet")
     with pytest.raises(
         CorpusError, match=r"neither 'text' nor messages, .* only body: name the text column with --text-column"
@@ -107,11 +85,17 @@ def test_parquet_without_the_column_or_damaged(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(CorpusError, match="is not a Parquet file"):
         texts(tmp_path / "t.parquet")
+    column = pyarrow.Array.from_buffers(pyarrow.utf8(), 1, pyarrow.array([b"\xff\xfe"]).buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "t.parquet")
+    with pytest.raises(CorpusError, match=r"t\.parquet is not a Parquet file, or damaged: 'utf-8' codec"):
+        texts(tmp_path / "t.parquet")
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "state.json").write_text("[]")
+    with pytest.raises(CorpusError, match="looks like a saved dataset, but `datasets` cannot read it"):
+        texts(tmp_path / "saved")
 
 
 def test_dataset_on_disk(tmp_path: Path) -> None:
-    import datasets
-
     dataset = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
     dataset.save_to_disk(str(tmp_path / "plain"))
     assert texts(tmp_path / "plain") == [("row:0", "one"), ("row:1", "two")]
@@ -149,14 +133,6 @@ def test_fingerprint_follows_content_and_names_only(tmp_path: Path) -> None:
     assert first != open_corpus(str(tmp_path / "b")).fingerprint()
     (tmp_path / "a" / "x.txt").rename(tmp_path / "a" / "y.txt")
     assert first != open_corpus(str(tmp_path / "a")).fingerprint()
-
-
-def test_shares_of_the_source_add_up(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "é" * length} for length in range(1, 9)])
-    pyarrow.parquet.write_table(pyarrow.table({"text": list("abc")}), tmp_path / "b.parquet")
-    corpus = open_corpus(str(tmp_path))
-    assert sum(document.source_bytes for document in corpus.documents()) == pytest.approx(corpus.bytes)
-    assert json.loads(file.read_text("utf-8").splitlines()[0]) == {"text": "é"}
 
 
 RECORDS = [{"text": "one"}, {"messages": CONVERSATION}]
@@ -303,8 +279,6 @@ def test_the_splits_of_shards_are_those_of_the_hub(tmp_path: Path, name: str) ->
 
 
 def test_splits_that_cannot_be_chosen_are_named(tmp_path: Path) -> None:
-    import datasets
-
     parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "valid")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     assert texts(tmp_path / "saved", split="valid") == [("row:0", "valid")], "by its own name"
@@ -350,11 +324,10 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert open_corpus(str(tmp_path / "s.txt")).fingerprint() != plain
 
 
-@pytest.mark.parametrize("name", ["s.jsonl", "S.JSONL", "s.json", "s.csv"])
+@pytest.mark.parametrize("name", ["s.jsonl", "s.json", "s.csv"])
 def test_records_and_one_text_are_other_stores(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"text": "a"}\n' if name != "s.csv" else "text\na\n", "utf-8")
-    corpora = [open_corpus(str(tmp_path / name), as_text=as_text) for as_text in (False, True)]
-    assert corpora[0].fingerprint() != corpora[1].fingerprint()
+    assert len({open_corpus(str(tmp_path / name), as_text=as_text).fingerprint() for as_text in (False, True)}) == 2
 
 
 def test_a_file_named_like_one_of_a_saved_dataset_is_no_dataset(tmp_path: Path) -> None:
@@ -372,25 +345,6 @@ def test_json_that_python_does_not_read_is_named(tmp_path: Path, line: str, says
     (tmp_path / "s.jsonl").write_text(line, "utf-8")
     with pytest.raises(CorpusError, match=rf"s\.jsonl:1: not JSON that can be read: {says}"):
         list(open_corpus(str(tmp_path / "s.jsonl")).documents())
-
-
-def test_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    column = pyarrow.Array.from_buffers(pyarrow.utf8(), 1, pyarrow.array([b"\xff\xfe"]).buffers())
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "s.parquet")
-    with pytest.raises(CorpusError, match=r"s\.parquet is not a Parquet file, or damaged: 'utf-8' codec"):
-        list(open_corpus(str(tmp_path / "s.parquet")).documents())
-
-
-def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
-    (tmp_path / "saved" / "state.json").write_text("[]")
-    with pytest.raises(CorpusError, match="looks like a saved dataset, but `datasets` cannot read it"):
-        list(open_corpus(str(tmp_path / "saved")).documents())
 
 
 def test_file_names_that_are_not_utf8_can_be_stored(tmp_path: Path) -> None:

@@ -9,18 +9,13 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-import torch
 
 from longctx.cli import main
-from longctx.data.loader import Loader
-from longctx.data.packing import StepBatch
 from longctx.data.records.corpus import CorpusError, open_corpus
 from longctx.data.records.formats import Document
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
-from longctx.planning.layout import Placement
-from longctx.training.objectives.objective import token_mean
-from tests.data_cases import made, placed_plan, text_of, write_jsonl, written
+from tests.data_cases import documents, made, write_jsonl, written
 from tests.template_cases import TOOLS, call
 
 ASKED, ANSWERED = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}
@@ -59,14 +54,14 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def documents(source: Path, **options: Any) -> list[Document]:
-    return list(open_corpus(str(source), **options).documents())
+def read(source: Path) -> list[Document]:
+    return list(open_corpus(str(source)).documents())
 
 
 @pytest.mark.parametrize(("kind", "record"), [(kind, record) for kind, records in RECORDS.items() for record in records])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
 def test_every_format_is_the_same_conversation(tmp_path: Path, kind: str, record: dict[str, Any], suffix: str) -> None:
-    (document,) = documents(written(tmp_path, [record], suffix))
+    (document,) = documents(tmp_path, [record], suffix)
     assert (document.format, document.text, list(document.messages)) == (kind, None, [ASKED, ANSWERED])
     assert document.first_trained == (1 if record.get("prompt", "Hello") != "Hello" else 0)
 
@@ -83,7 +78,7 @@ def test_systems_tools_and_inputs_are_kept(tmp_path: Path) -> None:
         {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}]},
         {"prompt": [ASKED], "completion": [ANSWERED], "system": "Brief."},
     ]
-    first, second, third, fourth = documents(write_jsonl(tmp_path / "s.jsonl", records))
+    first, second, third, fourth = documents(tmp_path, records)
     assert [message["role"] for message in first.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert first.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
     assert first.tools == TOOLS and second.tools is None
@@ -98,76 +93,13 @@ def test_tables_give_tool_calls_without_the_members_of_others(tmp_path: Path) ->
         {"role": "assistant", "tool_calls": [call("say", word="x")]},
     ]
     records = [{"messages": [ASKED, one]} for one in calls]
-    assert [document.messages[1] for document in documents(written(tmp_path, records, "parquet"))] == calls
+    assert [document.messages[1] for document in documents(tmp_path, records, "parquet")] == calls
 
 
 def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "s.jsonl", [{"text": "plain", "messages": [ASKED, ANSWERED]}])
-    assert [document.text for document in documents(source)] == [None]
-    assert [document.text for document in documents(source, text_column="text")] == ["plain"]
-    assert open_corpus(str(source)).fingerprint() != open_corpus(str(source), text_column="text").fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        ({"text": "x", "weight": -1}, "`weight` is -1: it must be a positive number"),
-        ({"text": "x", "weight": 0}, "`weight` is 0: it must be a positive number"),
-        ({"text": "x", "weight": float("nan")}, "`weight` is nan: it must be a positive number"),
-        ({"text": "x", "weight": float("inf")}, "`weight` is inf"),
-        ({"text": "x", "weight": "2"}, "`weight` is '2'"),
-        ({"text": "x", "weight": True}, "`weight` is True"),
-        ({"conversations": [{"from": "bot", "value": "x"}]}, "message 0 has role 'bot': it must be one of human, user, gpt"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "message 0 has the content 3: it must be a text"),
-        ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the tool call of message 0 is not JSON"),
-        ({"conversations": []}, "at least one message"),
-        ({"messages": "[{"}, "`messages` is not JSON"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "message 0 has a part of type 'audio'"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "must be a list, in a message of the assistant"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "message 0, tool call 0 must be an object such as"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}, "tool call 0 is not JSON"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]}, "arguments of type list"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call("f", a="\ud800")]}]}, "surrogate"),
-        ({"messages": [ASKED, ANSWERED], "tools": "{}x"}, "`tools` is not JSON"),
-        ({"messages": [ASKED, ANSWERED], "tools": ["add"]}, "`tools` must be a list of objects"),
-        ({"messages": [ASKED, ANSWERED], "tools": 0}, "`tools` must be a list of objects"),
-        ({"prompt": "x", "completion": "y", "history": False}, "`history` must be a list of questions and answers"),
-        ({"prompt": "x", "completion": 3}, "message 0 has role None|must be a list"),
-        ({"prompt": "x", "completion": True}, "`completion` is True: it must be a list with at least one message"),
-        ({"messages": {"role": ["user"], "content": ["x"]}}, "`messages` is {'role': .*: it must be a list with"),
-        ({"instruction": "x", "output": 3}, "'output' is 3: it must be text"),
-        ({"instruction": "x", "input": 0, "output": "y"}, "'input' is 0: it must be text"),
-        ({"messages": [ASKED, ANSWERED], "system": False}, "'system' is False: it must be text"),
-        (
-            {"messages": [ASKED, {"role": "tool", "content": {"ok": 1}}]},
-            "has the content {'ok': 1}: .* write an object as its JSON",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": ["x"]}]}]},
-            "a part of type 'text' .* it must be {",
-        ),
-        (
-            {"prompt": "Q", "completion": str([ANSWERED])},
-            "`completion` is not JSON: .*; write it in JSON, not as Python or numpy",
-        ),
-        (
-            {"prompt": f"[{ASKED}\n {ANSWERED}]", "completion": "x"},
-            "`prompt` is not JSON: .*, not as Python or numpy prints it",
-        ),
-        ({"messages": str([ASKED, ANSWERED])}, "`messages` is not JSON: .*, not as Python or numpy prints it"),
-        ({"messages": [ASKED, ANSWERED], "tools": str(TOOLS)}, "`tools` is not JSON: .*, not as Python or numpy prints it"),
-        (
-            {"instruction": json.dumps([ASKED]), "output": "x"},
-            "'instruction' is .*: it must be text; messages go into `messages`",
-        ),
-        ({"instruction": "x", "output": str([ANSWERED])}, "`output` is not JSON: .*, not as Python"),
-        ({"prompt": "x"}, "has neither 'text' nor messages, conversations, prompt and completion, .* only prompt"),
-    ],
-)
-def test_malformed_records_are_named(tmp_path: Path, record: dict[str, Any], says: str) -> None:
-    source = write_jsonl(tmp_path / "s.jsonl", [{"text": "fine"}, record])
-    with pytest.raises(CorpusError, match=rf"s\.jsonl:2: .*({says})"):
-        documents(source)
+    records = [{"text": "plain", "messages": [ASKED, ANSWERED]}]
+    assert [document.text for document in documents(tmp_path, records)] == [None]
+    assert [document.text for document in documents(tmp_path, records, text_column="text")] == ["plain"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +126,7 @@ def test_answers_in_json_are_texts(tmp_path: Path, text: str, suffix: str) -> No
             csv.writer(stream).writerows([["prompt", "completion"], [text, text]])
     else:
         write_jsonl(source, [{"prompt": text, "completion": text}])
-    (document,) = documents(source)
+    (document,) = read(source)
     assert document.texts == [text, text]
 
 
@@ -204,7 +136,7 @@ def test_lists_in_cells_are_read(tmp_path: Path) -> None:
         table.writerow(["prompt", "completion", "history"])
         table.writerow(["Q", "A", json.dumps([["Q0", "A0"]])])
         table.writerow(["Q", "A", ""])
-    first, second = documents(tmp_path / "s.csv")
+    first, second = read(tmp_path / "s.csv")
     assert (first.texts, second.texts) == (["Q0", "A0", "Q", "A"], ["Q", "A"])
 
 
@@ -226,10 +158,10 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, line: str, key: str,
     """The last one would be taken in silence."""
     (tmp_path / f"s.{suffix}").write_text(f'{{"text": "fine"}}\n{line}\n')
     with pytest.raises(CorpusError, match=rf"s\.{suffix}:2: .*not JSON with one meaning: .* has the key '{key}' twice"):
-        documents(tmp_path / f"s.{suffix}")
+        read(tmp_path / f"s.{suffix}")
     (tmp_path / "list.json").write_text(f"[{line}]")
     with pytest.raises(CorpusError, match=rf"list\.json.*not JSON with one meaning: .* has the key '{key}' twice"):
-        documents(tmp_path / "list.json")
+        read(tmp_path / "list.json")
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
@@ -238,7 +170,7 @@ def test_columns_that_stand_twice_are_refused(tmp_path: Path, ending: str) -> No
     write = pyarrow.parquet.write_table if ending == "parquet" else pyarrow.feather.write_feather
     write(table, tmp_path / f"s.{ending}")
     with pytest.raises(CorpusError, match=r"has several columns 'text': columns must have different names"):
-        documents(tmp_path / f"s.{ending}")
+        read(tmp_path / f"s.{ending}")
 
 
 NULLS: list[dict[str, Any]] = [
@@ -258,22 +190,19 @@ def test_records_that_are_null_are_left_out_and_counted(
     tmp_path: Path, record: dict[str, Any], suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As empty ones are; what else they have is named as not used."""
-    full = {"input_ids": [72, 256]} if "input_ids" in record else dict.fromkeys(record, "full")
-    full.update({"messages": [ASKED, ANSWERED]} if "messages" in record else {})
-    full.update(
-        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]} if "system" in record else {}
-    )
+    full = dict.fromkeys(record, "full")
+    full |= {"input_ids": [72, 256]} if "input_ids" in record else {}
+    full |= {name: [ASKED, ANSWERED] for name in ("messages", "conversations") if name in record}
     source = written(tmp_path, [full, record, full], suffix)
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
     told = capsys.readouterr().out
     assert "documents  2\n" in told and "dropped    1 documents that are empty or null" in told
-    rest = [key for key, value in record.items() if value is not None]
-    assert all(f"not used   {key} in 1 records" in told for key in rest)
+    assert all(f"not used   {key} in 1 records" in told for key, value in record.items() if value is not None)
 
 
 def test_a_column_of_text_that_is_null_is_left_out(tmp_path: Path) -> None:
-    source = written(tmp_path, [{"body": None, "text": "no"}, {"body": "yes", "text": "no"}], "parquet")
-    assert [document.text for document in documents(source, text_column="body")] == ["yes"]
+    records = [{"body": None, "text": "no"}, {"body": "yes", "text": "no"}]
+    assert [document.text for document in documents(tmp_path, records, "parquet", text_column="body")] == ["yes"]
     with pytest.raises(CorpusError, match="has no document with text: 2 are empty"):
         prepare(open_corpus(str(written(tmp_path, [{"text": None}] * 2))), tmp_path / "out", tokenizer="bytes")
 
@@ -300,45 +229,12 @@ def test_empty_answers_are_told(
 # --- weights
 
 
-def weighted_store(folder: Path) -> Store:
-    records: list[dict[str, Any]] = [{"text": text_of(9, seed), "weight": weight} for seed, weight in enumerate([0.5, 3, None])]
-    prepare(open_corpus(str(write_jsonl(folder / "s.jsonl", records))), folder / "out", tokenizer="bytes")
-    return Store.open(folder / "out")
-
-
 def test_weights_are_stored(tmp_path: Path) -> None:
-    store = weighted_store(tmp_path)
+    store = made(tmp_path, [{"text": "a" * 9, "weight": weight} for weight in (0.5, 3, None)])
     assert store.weights.tolist() == [0.5, 3.0, 1.0]
     assert (store.manifest.lightest, store.manifest.heaviest) == (0.5, 3.0)
     recorded = Store.open(Path(__file__).parent / "recorded_run" / "store")  # made before there were weights
     assert recorded.weights.tolist() == [1.0] * len(recorded)
-
-
-def test_weights_reach_the_loss(tmp_path: Path) -> None:
-    """A weight of n counts like n copies of the document."""
-
-    def plan(lengths: Any) -> Any:
-        return placed_plan(lengths, 1, [[Placement(document, 0, 1) for document in range(len(lengths))]])
-
-    def step(store: Store) -> StepBatch:
-        options: dict[str, Any] = {"rank": 0, "ranks": 1, "planner": plan, "global_tokens": 30, "seed": 0, "max_length": 10}
-        with Loader(store, **options) as loader:
-            return next(loader)
-
-    store = weighted_store(tmp_path)
-    batch = step(store)
-    by_name = dict(zip(batch.documents, batch.weights, strict=True))
-    assert by_name == {"s.jsonl:1": 0.5, "s.jsonl:2": 3.0, "s.jsonl:3": 1.0}
-    assert batch.target_tokens == 27 and batch.target_weight == pytest.approx(9 * 4.5)
-    weights = token_mean(batch)
-    assert weights.divisor == pytest.approx(9 * 4.5) and weights.tokens is not None
-    assert weights.tokens[0].tolist() == [weight for weight in batch.weights for _ in range(10)]
-    assert weights.tokens[0].dtype == torch.float32
-    plain = write_jsonl(tmp_path / "p.jsonl", [{"text": text_of(9, seed)} for seed in range(3)])
-    prepare(open_corpus(str(plain)), tmp_path / "plain", tokenizer="bytes")
-    batch = step(Store.open(tmp_path / "plain"))
-    assert batch.weights == () and batch.target_weight == batch.target_tokens
-    assert token_mean(batch).tokens is None
 
 
 # --- the command
@@ -352,17 +248,7 @@ def test_the_command_shows_what_is_learnt(
     records += [{"text": "b" * 300}, {"messages": [ASKED, {**ANSWERED, "content": "a" * 900}], "weight": 2}]
     records.append({"messages": [ASKED, {**ANSWERED, "content": "nearly last " * 30}], "weight": 0.25})
     write_jsonl(tmp_path / "my chats.jsonl", records)
-    command = [
-        "prepare",
-        "--source",
-        "my chats.jsonl",
-        "--tokenizer",
-        "bytes",
-        "--max-length",
-        "500",
-        "--long-documents",
-        "drop",
-    ]
+    command = ["prepare", "--source=my chats.jsonl", "--tokenizer=bytes", "--max-length=500", "--long-documents=drop"]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert out.startswith("stores/my chats: written in")

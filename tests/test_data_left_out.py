@@ -92,28 +92,17 @@ def test_reasoning_of_earlier_turns_is_named_and_not_refused(checkpoints: dict[s
         made(tmp_path, [{"messages": alone}], checkpoints["Qwen 3"])
 
 
-@pytest.mark.parametrize(
-    ("rendering", "missing"),
-    [
-        ("user: one two assistant: three", set()),
-        ("three one two", set()),
-        ("user: one two", {"content of assistant messages"}),
-        ("one two three".replace("three", "thr ee"), {"content of assistant messages"}),
-    ],
-)
-def test_texts_are_looked_for(rendering: str, missing: set[str]) -> None:
-    assert left_out(rendering, chat("one two", "  three\n"), None, (), "it") == missing
-
-
-def test_each_place_counts_once() -> None:
+def test_texts_are_looked_for_and_each_place_counts_once() -> None:
+    messages = chat("one two", "  three\n")
+    for rendering in ("user: one two assistant: three", "three one two"):
+        assert left_out(rendering, messages, None, (), "it") == set()
+    for rendering in ("user: one two", "one two thr ee"):
+        assert left_out(rendering, messages, None, (), "it") == {"content of assistant messages"}
     messages = chat("5", "5", "5 and 5")
     assert left_out("5 5 5 and 5", messages, None, (), "it") == set()
     assert left_out("5 and 5 and 5", messages, None, (), "it") == {"content of user messages"}
-    sunny = [
-        *chat("Q"),
-        {"role": "tool", "content": "It is sunny in Paris today."},
-        *chat("", "It is sunny in Paris today. Go!"),
-    ]
+    weather = "It is sunny in Paris today."
+    sunny = [*chat("Q"), {"role": "tool", "content": weather}, *chat("", f"{weather} Go!")]
     assert left_out("Q: It is sunny in Paris today. Go!", sunny, None, [3], "it") == {"content of tool messages"}
     escaped = [{"role": "tool", "content": 'a "word"\nß'}]
     for ascii_only in (False, True):
@@ -121,10 +110,9 @@ def test_each_place_counts_once() -> None:
     cut = chat("Q", "[THINK]Hm.[/THINK]So.")
     assert left_out("Q So.", cut, None, [1], "it") == {"content of assistant messages"}, "named, but no empty answer"
     assert left_out("Q Hm. So.", cut, None, [1], "it") == set()
-    with pytest.raises(ChatError, match="message 1 would be an empty answer"):
-        left_out("Q", cut, None, [1], "it")
-    with pytest.raises(ChatError, match="message 1 would be an empty answer"):
-        left_out("Q", chat("Q", "?!"), None, [1], "it")
+    for messages in (cut, chat("Q", "?!")):
+        with pytest.raises(ChatError, match="message 1 would be an empty answer"):
+            left_out("Q", messages, None, [1], "it")
     long = "a line of some length\n\n  another line of some length"
     assert left_out("> a line of some length\n> another line of some length", chat(long), None, (), "it") == set()
 
@@ -142,11 +130,7 @@ GREETING = [{"role": "assistant", "content": "Hello."}, *chat("Q", "A")]
 PARTS = {
     "an answer before the first question": [{"role": "system", "content": "S"}, *GREETING],
     "an answer at the beginning": GREETING,
-    "a system message before the answer": [
-        *chat("Q"),
-        {"role": "system", "content": "Now"},
-        {"role": "assistant", "content": "A"},
-    ],
+    "a system message before the answer": [*chat("Q"), {"role": "system", "content": "Now"}, *chat("", "A")[1:]],
     "an answer after an answer": [*chat("Q", "A"), {"role": "assistant", "content": "B"}],
 }
 
@@ -357,12 +341,6 @@ def test_variables_on_the_command_line(
     for setting in ("enable_thinking", "a b=1", "=1"):
         assert main([*command, "--template-set", setting]) == 2
         assert "must be NAME=VALUE, such as enable_thinking=false" in capsys.readouterr().err
-
-
-def test_flags_that_are_off_are_named_like_those_that_are_on(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    question, answer = chat("Q", "A")
-    records = [{"messages": [question, {**answer, "trainable": value}]} for value in (False, 0, True)]
-    assert made(tmp_path, records, checkpoints["Qwen 3"]).manifest.left_out == {"trainable": 3}
 
 
 @pytest.mark.parametrize("arguments", [{"level": 12345}, {"on": True}, {"a": {"b": 7.5}}])

@@ -1,6 +1,7 @@
 """A step depends only on the cursor; an epoch has every token once."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from longctx.data.sampler import Piece, Sampler, SamplerError
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
-def sampler(lengths: list[int], **options: int | str) -> Sampler:
+def sampler(lengths: list[int], **options: Any) -> Sampler:
     settings = {"global_tokens": 30, "seed": 0, "max_length": 10, "long_documents": "split", **options}
     return Sampler(np.array(lengths, np.int64), **settings)
 
@@ -77,18 +78,30 @@ def test_the_order_is_the_one_of_earlier_versions() -> None:
     assert [piece.document for piece in pieces] == [6, 7, 2, 3, 5, 0, 1, 4]
 
 
-def test_long_documents_are_dropped_with_a_count() -> None:
-    subject = sampler([25, 10, 11, 3], global_tokens=13, long_documents="drop")
-    assert (subject.long, subject.dropped, subject.pieces) == (2, 2, 2)
-    assert {piece.document for piece in subject.step(0)[0]} == {1, 3}
-
-
-def test_long_documents_are_refused() -> None:
+def test_long_documents_are_refused_dropped_or_truncated() -> None:
     with pytest.raises(SamplerError) as caught:
         sampler([9, 25, 11], long_documents="error")
     assert "document '1' has 25 tokens, and 2 of 3 documents have more than the 10 that fit" in str(caught.value)
     assert "data.long_documents" in str(caught.value)
     assert sampler([9, 10], long_documents="error").pieces == 2
+    subject = sampler([25, 10, 11, 3], global_tokens=13, long_documents="drop")
+    assert (subject.long, subject.dropped, subject.pieces) == (2, 2, 2)
+    assert {piece.document for piece in subject.step(0)[0]} == {1, 3}
+    for side, span in (("left", (15, 25)), ("right", (0, 10))):
+        subject = sampler([25, 9], long_documents=f"truncate_{side}")
+        assert [(piece.start, piece.stop) for piece in subject.in_order()] == [span, (0, 9)]
+        assert (subject.pieces, subject.dropped, subject.longest) == (2, 0, 10)
+
+
+def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
+    """Texts are split, and conversations that fit are no reason to refuse."""
+    assert sampler([25, 9], partly=np.array([False, True]), long_documents=None).pieces == 4
+    some = {"lengths": [25, 14, 9], "partly": np.array([False, True, True])}
+    with pytest.raises(SamplerError, match=r"document '1' has 14 tokens, and 1 of 2 conversations, .* set data\.long_doc"):
+        sampler(**some, long_documents=None)
+    assert sampler(**some).pieces == 6
+    held = np.array([False, True, False])
+    assert sampler(**some, long_documents=None, left_out=held).pieces == 4, "what is held out does not count"
 
 
 @pytest.mark.parametrize(

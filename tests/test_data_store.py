@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,6 @@ def test_what_went_in_comes_out(store: Store) -> None:
     assert len(store) == 7
 
 
-def test_trained_tokens_count_the_labels(store: Store) -> None:
-    for document in range(len(store)):
-        labels = store.read(document, 0, int(store.lengths[document]))[1]
-        assert store.trained_tokens[document] == (labels != IGNORED_LABEL).sum()
-    learnt = sum(len(f"{m['content']}<|im_end|>".encode()) for m in CONVERSATION if m["role"] == "assistant")
-    learnt += len("\n") + 1  # and the end of the document, as no single token ends a turn
-    assert store.trained_tokens.tolist() == [length - 1 for length in LENGTHS] + [learnt] * 2
-    assert store.manifest.trained_tokens == store.trained_tokens.sum()
-    assert store.manifest.tokens == store.lengths.sum()
-
-
 @given(data=st.data())
 def test_any_span_is_that_part_of_the_whole(store: Store, data: st.DataObject) -> None:
     document = data.draw(st.integers(0, len(store) - 1))
@@ -78,8 +68,10 @@ def test_any_span_is_that_part_of_the_whole(store: Store, data: st.DataObject) -
     start = data.draw(st.integers(0, end))
     stop = data.draw(st.integers(start, end))
     tokens, labels = store.read(document, start, stop, end=end)
-    assert tokens.tolist() == store.read(document, 0, int(store.lengths[document]))[0][start:stop].tolist()
+    whole, every_label = store.read(document, 0, int(store.lengths[document]))
+    assert tokens.tolist() == whole[start:stop].tolist()
     assert labels.tolist() == expected_labels(store, document, end)[start:stop]
+    assert store.trained_tokens[document] == (every_label != IGNORED_LABEL).sum()
     piece = store.read(document, start, end, end=end)[1]
     assert store.target_tokens(document, start, end) == (piece != IGNORED_LABEL).sum()
 
@@ -169,67 +161,60 @@ def test_empty_corpus_leaves_nothing(tmp_path: Path) -> None:
         prepare(open_corpus(str(tmp_path / "none.jsonl")), tmp_path / "out", tokenizer="bytes")
 
 
-def test_bad_line_leaves_nothing(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "s.jsonl", [{"text": "fine"}, {"text": 3}])
-    with pytest.raises(CorpusError, match=r"s\.jsonl:2: 'text' is 3"):
-        prepare(open_corpus(str(file)), tmp_path / "out", tokenizer="bytes")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["s.jsonl"]
-
-
 @pytest.fixture
 def copy(store: Store, tmp_path: Path) -> Path:
     return Path(shutil.copytree(store.path, tmp_path / "copy"))
 
 
-def test_truncated_store_is_refused(copy: Path) -> None:
-    part = copy / "data-00000.arrow"
-    size = part.stat().st_size
-    os.truncate(part, size - 1)
-    with pytest.raises(
-        StoreError, match=rf"data-00000\.arrow has {size - 1:,} bytes, but should have {size:,} bytes.*--overwrite"
-    ):
-        Store.open(copy)
-    part.unlink()
-    with pytest.raises(StoreError, match=r"data-00000\.arrow is missing"):
+def changed(manifest: Path, **changes: Any) -> None:
+    """Changes values of a manifest; None: omits them."""
+    content = {**json.loads(manifest.read_text("utf-8")), **changes}
+    manifest.write_text(json.dumps({name: value for name, value in content.items() if value is not None}), "utf-8")
+
+
+PART, MANIFEST = "data-00000.arrow", "manifest.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (PART, lambda file: os.truncate(file, file.stat().st_size - 1), rf"{PART} has .* bytes, but should have .*--overwrite"),
+        (PART, Path.unlink, f"{PART} is missing"),
+        (PART, lambda file: file.write_bytes(b"x" * file.stat().st_size), "is damaged"),
+        ("tokenizer.json", lambda file: file.write_bytes(b"x" * file.stat().st_size), "is damaged"),
+        (
+            MANIFEST,
+            lambda file: changed(file, version=99),
+            "is of format longctx-store 99, but this longctx reads longctx-store 1:",
+        ),
+        (MANIFEST, lambda file: changed(file, fingerprint=None), "damaged"),
+        *((MANIFEST, lambda file, text=text: file.write_text(text), "damaged") for text in ("{", "[]", "{}")),
+        (MANIFEST, Path.unlink, "is not a store: it has no manifest"),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_store_is_refused(copy: Path, name: str, damage: Callable[[Path], object], says: str) -> None:
+    damage(copy / name)
+    with pytest.raises(StoreError, match=says):
         Store.open(copy)
 
 
-def test_damaged_store_is_refused_and_can_be_made_again(copy: Path, store: Store) -> None:
-    part = copy / "data-00000.arrow"
-    part.write_bytes(b"x" * part.stat().st_size)
-    with pytest.raises(StoreError, match="is damaged"):
-        Store.open(copy)
-    (copy / "tokenizer.json").write_bytes(b"x" * (copy / "tokenizer.json").stat().st_size)
-    with pytest.raises(StoreError, match="is damaged"):
-        Store.open(copy)
-    os.truncate(part, 10)
-    source = open_corpus(str(store.path) + ".jsonl")
-    with pytest.raises(StoreError, match="is damaged"):
-        prepare(source, copy, tokenizer="bytes")
-    assert prepare(source, copy, tokenizer="bytes", overwrite=True).made
-    assert Store.open(copy).fingerprint == store.fingerprint
-
-
-def test_wrong_format_is_refused(copy: Path, tmp_path: Path) -> None:
-    manifest = copy / "manifest.json"
-    content = json.loads(manifest.read_text("utf-8"))
-    manifest.write_text(json.dumps({**content, "version": 99}), "utf-8")
-    with pytest.raises(StoreError, match="is of format longctx-store 99, but this longctx reads longctx-store 1:"):
-        Store.open(copy)
-    del content["fingerprint"]
-    for text in (json.dumps(content), "{", "[]", "{}"):
-        manifest.write_text(text, "utf-8")
-        with pytest.raises(StoreError, match="damaged"):
-            Store.open(copy)
-    manifest.unlink()
-    with pytest.raises(StoreError, match="is not a store: it has no manifest"):
-        Store.open(copy)
+def test_a_store_that_is_not_there_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"there is no store at .*`longctx prepare --source YOUR_DATA --tokenizer CHECKPOINT --out"
     ):
         Store.open(tmp_path / "nowhere")
     with pytest.raises(StoreError, match=r"`longctx prepare --out \S*python-stdlib`"):  # Python's own library, the default
         Store.open(tmp_path / "python-stdlib")
+
+
+def test_a_damaged_store_can_be_made_again(copy: Path, store: Store) -> None:
+    os.truncate(copy / PART, 10)
+    source = open_corpus(str(store.path) + ".jsonl")
+    with pytest.raises(StoreError, match="is damaged"):
+        prepare(source, copy, tokenizer="bytes")
+    assert prepare(source, copy, tokenizer="bytes", overwrite=True).made
+    assert Store.open(copy).fingerprint == store.fingerprint
 
 
 def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:

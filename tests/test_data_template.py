@@ -117,6 +117,7 @@ def test_generation_stops_whatever_ends_a_turn(checkpoints: dict[str, Path], tmp
     assert learnt(made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"], template + prompt)) == shown
 
 
+MARKERS = {"HEAD": "<|im_start|>A", "QUESTION": "<|im_start|>Q{{ m.content }}"}
 ANSWERED = "HEAD{% generation %}ANSWER{% endgeneration %}"
 ALTERNATING = (
     "{% for m in messages %}{% if m.role == 'assistant' %}" + ANSWERED + "{% else %}QUESTION{% endif %}{% endfor %}"
@@ -127,19 +128,9 @@ ALTERNATING = (
 @pytest.mark.parametrize(
     "parts",
     [
-        {
-            "HEAD": "<|im_start|>A",
-            "ANSWER": "{{ m.content.split('</think>')[-1] }}<|im_end|>",
-            "QUESTION": "<|im_start|>Q{{ m.content }}",
-            "PROMPT": "<|im_start|>A<think>\n",
-        },
+        {**MARKERS, "ANSWER": "{{ m.content.split('</think>')[-1] }}<|im_end|>", "PROMPT": "<|im_start|>A<think>\n"},
         {"HEAD": "", "ANSWER": "{{ m.content }}<|im_end|>", "QUESTION": "{{ m.content + '\n' }}", "PROMPT": ""},
-        {
-            "HEAD": "<|im_start|>A",
-            "ANSWER": "{{ m.content }}",
-            "QUESTION": "<|im_start|>Q{{ m.content }}",
-            "PROMPT": "<|im_start|>A",
-        },
+        {**MARKERS, "ANSWER": "{{ m.content }}", "PROMPT": "<|im_start|>A"},
     ],
     ids=["a prompt that begins a thought", "a line break before an answer", "nothing ends a turn"],
 )
@@ -316,22 +307,19 @@ def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str,
 
 def test_settings_are_part_of_the_request(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     store = made(tmp_path, [TWO_TURNS], checkpoints["SmolLM2"])
-    source = open_corpus(str(tmp_path / "s.jsonl"))
+    source, asked = open_corpus(str(tmp_path / "s.jsonl")), {"tokenizer": str(checkpoints["SmolLM2"])}
     (tmp_path / "other.jinja").write_text(SMOLLM2 + "\n")
-    asked: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"])}
     assert not prepare(source, store.path, **asked).made
-    for other in (
-        {"train_on": "last"},
-        {"max_length": 99},
-        {"chat_template": "chatml"},
-        {"chat_template": str(tmp_path / "other.jinja")},
+    for name, value in (
+        ("train_on", "last"),
+        ("max_length", 99),
+        ("chat_template", "chatml"),
+        ("chat_template", str(tmp_path / "other.jinja")),
     ):
         with pytest.raises(StoreError, match="other settings"):
-            prepare(source, store.path, **{**asked, **other})
-        assert (
-            prepare(source, tmp_path / "another", **{**asked, **other}, overwrite=True).manifest.fingerprint
-            != store.fingerprint
-        )
+            prepare(source, store.path, **asked, **{name: value})
+        another = prepare(source, tmp_path / "another", **asked, **{name: value}, overwrite=True).manifest
+        assert another.fingerprint != store.fingerprint
 
 
 def test_only_checkpoints_need_transformers(
@@ -364,11 +352,8 @@ def test_a_list_of_texts_is_handed_over_as_it_is(
     """A template that trims or separates parts gives other tokens for their joined text."""
     answer = "{% generation %}" + CONTENTS[content] + "<|im_end|>{% endgeneration %}"
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-        + answer
-        + "{% else %}"
-        + CONTENTS[content]
-        + "<|im_end|>{% endif %}\n{% endfor %}"
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{% if m.role == 'assistant' %}}{answer}{{% else %}}"
+        f"{CONTENTS[content]}<|im_end|>{{% endif %}}\n{{% endfor %}}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     messages = [
@@ -391,7 +376,6 @@ def test_a_list_of_texts_is_handed_over_as_it_is(
 def test_a_template_of_texts_gets_the_joined_text(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """transformers would print the list into the text."""
     parts = [{"type": "text", "text": text} for text in ("one ", " two")]
-    for template, tokenizer in ((None, "SmolLM2"), ("{{ messages[0].role }}" + SMOLLM2, "SmolLM2")):
-        records = [{"messages": [{"role": "user", "content": content}, *chat("", "A")[1:]]} for content in (parts, "one  two")]
-        store = made(tmp_path, records, checkpoints[tokenizer], template)
-        assert read(store, 0) == read(store, 1) and not store.manifest.left_out
+    records = [{"messages": [{"role": "user", "content": content}, *chat("", "A")[1:]]} for content in (parts, "one  two")]
+    store = made(tmp_path, records, checkpoints["SmolLM2"], "{{ messages[0].role }}" + SMOLLM2)
+    assert read(store, 0) == read(store, 1) and not store.manifest.left_out

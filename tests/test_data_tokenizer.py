@@ -28,6 +28,7 @@ BYTES = Tokenizer.bytes()
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     (tokens,) = tokenizer.encode_batch([text])
     assert tokens.tolist() == tokenizer.encode(text).tolist() and tokenizer.unknown is None
+    assert tokenizer.end_of_document in tokenizer.encode_markup(text + END_OF_DOCUMENT)
     assert tokenizer.decode(tokens) == text
     assert tokenizer.end_of_document not in tokens
     assert tokens.dtype == np.uint16
@@ -53,17 +54,6 @@ def test_what_is_put_around_a_text_makes_no_other_tokens() -> None:
     }
     assert same_tokens(text, json.dumps({**json.loads(text), "post_processor": around}))
     assert not same_tokens(text, json.dumps({**json.loads(text), "normalizer": {"type": "NFC"}}))
-
-
-def test_plain_bytes() -> None:
-    assert (BYTES.vocab_size, BYTES.end_of_document, BYTES.is_bytes) == (257, 256, True)
-    assert not BPE.is_bytes
-
-
-def test_text_never_becomes_a_special_token() -> None:
-    for tokenizer in (BPE, BYTES):
-        assert tokenizer.end_of_document not in tokenizer.encode(f"a{END_OF_DOCUMENT}b")
-        assert tokenizer.end_of_document in tokenizer.encode_markup(f"a{END_OF_DOCUMENT}b")
 
 
 def test_training_is_deterministic_and_compresses() -> None:
@@ -188,18 +178,6 @@ def test_unusable_tokenizers(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TokenizerError, match=name):
             Tokenizer.load(tmp_path / name)
-
-
-@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
-def test_only_the_assistants_tokens_are_targets(tokenizer: Tokenizer) -> None:
-    messages = parse_messages(CONVERSATION)
-    contents = tokenizer.encode_batch([message["content"] for message in messages])
-    tokens, trained = ChatML(tokenizer).join(messages, contents, {2, 4})
-    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    assert tokenizer.decode(tokens) == expected
-    learnt = "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
-    assert tokenizer.decode(tokens[trained]) == learnt + "\n"  # no single token ends a turn, so the document's end is learnt
-    assert not ChatML(tokenizer).join([*messages, messages[1]], [*contents, contents[1]], {2, 4})[1][-1]
 
 
 def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:

@@ -1,9 +1,7 @@
-"""The launch scripts call torchrun as they should, and two torchrun agents train as one process does."""
+"""The launch scripts call torchrun as they should, and a command starts its processes."""
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,9 +16,7 @@ from longctx.cli import main
 from longctx.commands.output import GRACE_S, said_once
 from longctx.errors import UserError
 from longctx.parallel.environment import Launch
-from longctx.training.metrics import StepMetrics
-from tests.training_cases import SMALL, make_store, train
-from tests.workers import Workers
+from tests.training_cases import SMALL, make_store
 
 
 def run_script(
@@ -114,40 +110,6 @@ def test_the_image_is_that_of_the_kubernetes_job(repository: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_agents_train_as_one_process(workers: Workers, repository: Path, tmp_path: Path) -> None:
-    """The SLURM script itself, each of two nodes a real torchrun agent on this machine."""
-    store = make_store(tmp_path)
-    settings = {}
-    for setting in [*SMALL, "batch.tokens_per_rank=750", f"data.store={store}"]:
-        name, value = setting.split("=")
-        section, key = name.split(".")
-        settings.setdefault(section, {})[key] = yaml.safe_load(value)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    stubs = {
-        "scontrol": NODES.format("localhost"),
-        "srun": 'shift 3; "$@" & first=$!; "$@" & second=$!; wait $first && wait $second',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-    }
-    script = ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"]
-    variables = {**SLURM, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
-
-    def steps() -> list[dict[str, Any]]:
-        done = run_script(script, tmp_path, stubs, variables, timeout_s=300)
-        assert done.returncode == 0, done.stderr
-        lines = (tmp_path / "runs" / "123456" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    alone: list[StepMetrics] = workers.run(train, 1, store, tmp_path / "alone", [])[0]
-    whole = steps()
-    assert [step["loss"] for step in whole] == pytest.approx([metrics.loss for metrics in alone], rel=1e-5)
-    run = tmp_path / "runs" / "123456"
-    shutil.rmtree(run / "checkpoints" / "step-000010")
-    (run / "latest").unlink()
-    (run / "latest").symlink_to("checkpoints/step-000008")
-    assert [(step["step"], step["loss"]) for step in steps()] == [(step["step"], step["loss"]) for step in whole]
-
-
-@pytest.mark.slow
 def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
     command = [sys.executable, "-m", "longctx", "train", "nowhere.yaml", "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -169,26 +131,16 @@ def test_a_command_starts_its_processes(tmp_path: Path) -> None:
     assert done.stdout.count("step 1 loss") == 1
 
 
-def test_another_package_of_the_name_in_the_working_folder_is_refused(tmp_path: Path) -> None:
+def test_another_package_of_the_name_in_the_working_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """New processes look there first, unlike the script that pip installs."""
     (tmp_path / "longctx").mkdir()
     (tmp_path / "longctx" / "__init__.py").write_text("raise SystemExit('the other program ran')")
-    script = tmp_path / "scripts" / "longctx"  # as pip installs it: Python looks beside the script, not in the working folder
-    script.parent.mkdir()
-    script.write_text("import sys; from longctx.cli import main; sys.exit(main())")
-    root = str(Path(__file__).resolve().parents[1])
-    done = subprocess.run(
-        [sys.executable, str(script), "train", "run.yaml", "--processes", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 2 and "the other program ran" not in done.stderr
-    assert (
-        f"would import another longctx, {tmp_path / 'longctx'}" in done.stderr
-        and "start the command in another folder" in done.stderr
-    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "run.yaml", "--processes", "2"]) == 2
+    said = capsys.readouterr().err
+    assert f"would import another longctx, {tmp_path / 'longctx'}" in said and "start the command in another folder" in said
 
 
 def test_a_process_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,78 +30,36 @@ from tests.training_cases import SMALL
 from tests.workers import Workers
 
 ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", "model.num_key_value_heads=4"]
-SWAPPED = [
-    "context.mode=static",
-    "context.degree=2",
-    "context.ulysses_degree=2",
-    "batch.tokens_per_rank=1024",
-    "model.num_key_value_heads=4",
-]
+SWAPPED = ["context.mode=static", "context.degree=2", "context.ulysses_degree=2", "model.num_key_value_heads=4"]
 EXPERTS = ["model.num_experts=8", "model.moe_intermediate_size=192", "model.num_hidden_layers=4"]
-MEASURED = {
-    "experts": (1, [*EXPERTS, "batch.tokens_per_rank=2048"]),
-    "bfloat16, experts, recompute full": (
-        2,
-        [*EXPERTS, "batch.tokens_per_rank=1024", "train.recompute=full", "train.dtype=bfloat16", "balance.z_loss=0.1"],
-    ),
-    "experts, in turns, recompute norms": (
-        1,
-        [*EXPERTS, "batch.tokens_per_rank=2048", "train.mlp_tile_tokens=256", "train.recompute=norms"],
-    ),
+FULL, SELECTIVE, NORMS = (f"train.recompute={mode}" for mode in ("full", "selective", "norms"))
+BFLOAT16, TILES = "train.dtype=bfloat16", "train.mlp_tile_tokens="
+HALF, WHOLE = "batch.tokens_per_rank=1024", "batch.tokens_per_rank=2048"
+MEASURED: dict[str, tuple[int, list[str]]] = {
+    "bfloat16, experts, recompute full": (2, [*EXPERTS, HALF, FULL, BFLOAT16, "balance.z_loss=0.1"]),
+    "experts, in turns, recompute norms": (1, [*EXPERTS, WHOLE, TILES + "256", NORMS]),
     "experts of other ranks, recompute selective": (
         4,
-        [
-            *EXPERTS,
-            "batch.tokens_per_rank=512",
-            "parallel.expert_parallel_size=2",
-            "parallel.expert_max_load=1.25",
-            "train.recompute=selective",
-            "model.num_key_value_heads=4",
-        ],
+        [*EXPERTS, *ON_4[2:], "parallel.expert_parallel_size=2", "parallel.expert_max_load=1.25", SELECTIVE],
     ),
-    "activations": (1, ["batch.tokens_per_rank=2048"]),
-    "bfloat16, recompute selective": (1, ["batch.tokens_per_rank=2048", "train.recompute=selective", "train.dtype=bfloat16"]),
-    "recompute norms": (1, ["batch.tokens_per_rank=2048", "train.recompute=norms"]),
-    "bfloat16, recompute norms, heads swapped for tokens": (2, [*SWAPPED, "train.recompute=norms", "train.dtype=bfloat16"]),
-    "recompute mlp": (1, ["batch.tokens_per_rank=2048", "train.recompute=mlp", "model.intermediate_size=512"]),
-    "recompute norms, split documents, norms of heads": (
-        2,
-        ["batch.tokens_per_rank=1024", "train.recompute=norms", "model.qk_norm=true"],
-    ),
-    "received keys kept": (4, [*ON_4, "context.keep_kv=true", "train.recompute=selective"]),
+    "bfloat16, recompute selective": (1, [WHOLE, SELECTIVE, BFLOAT16]),
+    "bfloat16, recompute norms, heads swapped for tokens": (2, [*SWAPPED, HALF, NORMS, BFLOAT16]),
+    "recompute mlp": (1, [WHOLE, "train.recompute=mlp", "model.intermediate_size=512"]),
+    "recompute norms, split documents, norms of heads": (2, [HALF, NORMS, "model.qk_norm=true"]),
+    "received keys kept": (4, [*ON_4, "context.keep_kv=true", SELECTIVE]),
     "a large vocabulary, gradients reduced at once": (
         2,
-        ["batch.tokens_per_rank=1024", "model.vocab_size=4096", "parallel.reduce_after=micro_batch", "train.recompute=full"],
+        [HALF, "model.vocab_size=4096", "parallel.reduce_after=micro_batch", FULL],
     ),
-    "MLP in tiles, weights gathered all step": (
+    "MLP in tiles, weights gathered all step, received keys kept": (
         2,
-        [
-            "batch.tokens_per_rank=1024",
-            "model.intermediate_size=1024",
-            "train.mlp_tile_tokens=128",
-            "parallel.reshard_after=step",
-        ],
+        [HALF, "model.intermediate_size=1024", TILES + "128", "parallel.reshard_after=step", "context.keep_kv=true"],
     ),
-    "heads swapped for tokens, recompute selective": (2, [*SWAPPED, "train.recompute=selective"]),
-    "heads swapped for tokens": (2, SWAPPED),
-    "copies of the weights": (2, ["batch.tokens_per_rank=1024", "parallel.shard_ranks=1", "train.recompute=selective"]),
-    "norms of heads, biases": (
-        1,
-        ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.qkv_bias=true"],
-    ),
-    "pipeline": (
-        2,
-        ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"],
-    ),
+    "copies of the weights": (2, [HALF, "parallel.shard_ranks=1", SELECTIVE]),
+    "norms of heads, biases": (1, [WHOLE, "model.qk_norm=true", "model.qkv_bias=true"]),
+    "pipeline": (2, [WHOLE, "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"]),
 }
-
-
-QUICK = (
-    "recompute mlp",
-    "received keys kept",
-    "MLP in tiles, weights gathered all step",
-    "bfloat16, recompute norms, heads swapped for tokens",
-)
+QUICK = [*(name for name in MEASURED if name.startswith(("MLP in tiles", "bfloat16, recompute norms")))]
 """They have most of what the model of memory counts."""
 WITHIN = {"experts of other ranks, recompute selective": 0.2}
 """Cases whose peak differs by up to 25 % between runs: it depends on when the tokens of other ranks arrive."""
@@ -200,10 +158,7 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("field", "moment", "part", "bytes_each"),
-    [
-        ("scan", "last attention", "working", LOAD.tokens),
-        ("tower_values", "end of backward", "activations", 2 * LOAD.tokens),
-    ],
+    [("scan", "last attention", "working", LOAD.tokens), ("tower_values", "end of backward", "activations", 2 * LOAD.tokens)],
 )
 @pytest.mark.parametrize("attends", [True, False])
 def test_what_only_some_models_need_is_counted(field: str, moment: str, part: str, bytes_each: int, attends: bool) -> None:
@@ -250,7 +205,8 @@ def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]
     return found
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "long rings", RUNS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> None:
     ranks, settings = RUNS[name]
     config = load(None, [*BASE, *settings], world_size=ranks)
@@ -321,25 +277,18 @@ def test_training_is_refused_before_it_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_choices_differ_where_the_settings_do() -> None:
+def test_choices_differ_where_the_settings_do_and_leave_out_what_the_rules_refuse() -> None:
     found = {tuple(settings.values()): memory.total for settings, memory in choices(SPEC, CONFIG, None, 8, fused=True)}
     assert len(found) == 5 * 2 * 3
     recompute = [found[mode, False, "block"] for mode in ("none", "norms", "mlp", "selective", "full")]
     assert recompute == sorted(recompute, reverse=True)
     assert found["none", False, "block"] < found["none", False, "step"]
     assert found["none", False, "block"] < found["none", True, "block"]
-
-
-def test_choices_leave_out_what_the_rules_refuse() -> None:
-    config = load(None, [*BASE, "train.recompute=full", "train.offload_activations=true"], world_size=8)
-    rows = list(choices(SPEC, config, None, 8, fused=True))
+    config = load(None, [*BASE, FULL, "train.offload_activations=true"], world_size=8)
+    rows = [row for row, _ in choices(SPEC, config, None, 8, fused=True)]
     assert len(rows) == 24
-    for row, _ in rows:
+    for row in rows:
         check(config.changed(row), world_size=8)
-
-
-def test_small_sizes_are_in_mebibytes() -> None:
-    assert [format_bytes(size) for size in (0, 5 << 20, 6 << 20, 3 << 30)] == ["0.00 MiB", "5.00 MiB", "0.01 GiB", "3.00 GiB"]
 
 
 ON_H100 = ["--gpus=8", "--train.device=cuda", "--model.preset=llama-3.1-8b", "--model.vocab_size=128256"]

@@ -1,13 +1,9 @@
 """The cluster of modelled devices: visible pairs, ratios of the dilated profile, the table; a run where root may make it."""
 
 import json
-import time
 from argparse import Namespace
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,17 +23,10 @@ from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
-from longctx.planning.plan import Plan
-from longctx.planning.planners.planner import make_plan
 from tests.test_cluster import needs_namespaces
 
 
-@given(
-    shapes=st.lists(
-        st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(-10, 12)),
-        max_size=4,
-    )
-)
+@given(shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(-10, 12)), max_size=4))
 def test_visible_pairs(shapes: list[tuple[int, int, int | None]]) -> None:
     segments = [Segment(3, 3 + queries, 5, 5 + keys, None, hi) for queries, keys, hi in shapes]
     assert modelled.pairs(segments) == sum(int(visible(each, torch.device("cpu")).sum()) for each in segments)
@@ -70,57 +59,6 @@ def test_every_schedule_has_its_own_time_per_pair(monkeypatch: pytest.MonkeyPatc
         seconds = attention_ns(profile, np.array([length]), np.array([1])).sum() / NANOSECONDS
         assert device.s_per_pair == pytest.approx(seconds / 2 / (length * (length + 1) / 2))
         del schedule
-
-
-def test_one_process_plans_for_all(tmp_path: Path) -> None:
-    """A plan that fails is made by the next; those who ask meanwhile wait, and later ones read it."""
-    made: list[int] = []
-
-    def plan(lengths: Sequence[int], **settings: Any) -> Plan:
-        made.append(len(lengths))
-        if len(made) == 1:
-            raise ValueError("the first")
-        time.sleep(0.2)
-        return make_plan(lengths, **settings)
-
-    settings = {"ranks": 2, "tokens_per_rank": 64, "profile": HardwareProfile.load("h100-nvlink-ib")}
-    with pytest.raises(ValueError, match="the first"):
-        modelled.plan_once(plan, tmp_path, [100, 9], **settings)
-    with ThreadPoolExecutor(4) as processes:
-        plans = list(processes.map(lambda _: modelled.plan_once(plan, tmp_path, [100, 9], **settings), range(4)))
-    plans += [modelled.plan_once(plan, tmp_path, lengths, **settings) for lengths in ([9, 9, 9], [100, 9])]
-    assert made == [2, 2, 3], "one that failed, and one for each step"
-    assert [each.hash for each in plans] == [make_plan(each.lengths, **settings).hash for each in plans]
-    assert not list(tmp_path.glob("*.claim"))
-
-
-def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
-    work = {"host_s": 1.0, "idle_s": 0.5, "slept_s": 2.0, "slept_most_s": 3.0, "exchange_wait_s": 0.5, "tokens": 5_000_000}
-    modes = [
-        {
-            "mode": mode,
-            "total_s": sum(seconds),
-            "predicted_s": sum(seconds),
-            "prediction_error": -0.05,
-            "steps": [{"seconds": value, "predicted_s": value, **work} for value in seconds],
-        }
-        for mode, seconds in times.items()
-    ]
-    facts = {"nodes": 4, "ranks_per_node": 8, "mix": "wlb_128k", "documents_a_rank": 4, "dilation": 25.0, "cores": 2}
-    about = {"command": "python ...", "date": "2026-01-01", "machine": "M", "load_average": 1.0, "torch": "2"}
-    return {
-        "about": about,
-        "cluster": facts | {"longest": 131072},
-        "profile": {"inter_node_bytes_per_s": 4e5},
-        "measured": {"modes": modes, "loss_difference": 1e-9},
-    }
-
-
-def test_the_table_has_a_row_per_mode() -> None:
-    page = cluster.page([result_of({"auto": [5.0, 4.0, 6.0], "static:8": [10.0, 12.0, 6.0]})])
-    row = next(line for line in page.splitlines() if line.startswith("| static:8"))
-    assert "10.0 s (6.0 to 12.0) | **2.00×** (2.00×) | 1.87× (1.87×) | -5.0%" in row, "the median of 10/5, 12/4, 6/6; 28/15"
-    assert row.endswith("| 21% | 32% | 5% | 5% | 3% |"), "6, 9 and 1.5 of 28 s; 3 and 1.5 s of two cores"
 
 
 @pytest.mark.slow

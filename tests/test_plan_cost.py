@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, tokens_on_ranks
 from longctx.planning.cost.bounds import document_bound_ns, step_bound_ns, tight_step_bound_ns
-from longctx.planning.cost.model import alone_ns, attention_ns, log2, score, states_ns
+from longctx.planning.cost.model import alone_ns, attention_ns, score, states_ns
 from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import shard_tokens
@@ -123,38 +123,6 @@ def test_a_worked_example() -> None:
     attention = 2.04e-9 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
     assert result.makespan_ns == pytest.approx((0.3 + 0.05 + 8.9e-5 * 4096 + attention) * 1e9, abs=5)
     assert result.exposed_share == result.idle_share == 0
-
-
-def test_a_ring_across_nodes_pays_the_slow_network() -> None:
-    """Ranks 7 and 8 are on different nodes: K and V of 1000 tokens go to one peer at 40 GB/s instead of 300 GB/s."""
-    slow = HardwareProfile(**{**H100.__dict__, "overlap": 0.0})
-    times = []
-    for first in (6, 7):
-        a = Assignment(np.array([0]), np.array([first]), np.array([2]), np.array([False]))
-        times.append(int(score(slow, np.array([2000]), a, 16).exposed.max()))
-    assert times[0] == pytest.approx(2e6 + 1000 * 393216 / 300e9 * 1e9, abs=2)
-    assert times[1] == pytest.approx(2e6 + 1000 * 393216 / 40e9 * 1e9, abs=2)
-
-
-def test_queries_hide_the_first_fetch_and_the_return_but_not_the_fetch_in_between() -> None:
-    """Queries of all tokens of a rank do, also of documents that are not split; at most two of the three passes."""
-    slow = replace(H100, overlap=1.0, latency_s=0.0, attention_s_per_token2=1e-18, ranks_per_node=1, exchange_levels=1)
-    passes = 4096 * 393216 / 40e9
-    unsplit = Assignment(np.array([0, 0]), np.array([0, 0]), np.array([2, 1]), np.array([False, False]))
-    for share, expected in (
-        (0.0, passes),
-        (0.02, passes - 0.02 * 8.9e-5 * 12288),
-        (0.04, passes / 3),
-        (1.0, passes / 3),
-    ):
-        found = score(replace(slow, query_share=share), np.array([8192, 8192]), unsplit, 2)
-        assert found.exposed[0, 0] / 1e9 == pytest.approx(expected, abs=1e-8)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(st.floats(1e-6, 1e12))
-def test_log2(x: float) -> None:
-    assert float(log2(np.array(x))) == pytest.approx(math.log2(x), abs=1e-12)
 
 
 def test_attention_does_not_fall_when_a_document_is_split_further() -> None:

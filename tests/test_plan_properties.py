@@ -84,8 +84,13 @@ def plan_or_none(**arguments: object) -> Plan | None:
         return None
 
 
+FLAT = replace(H100, attention_efficiency=((1, 1.0),), ranks_per_node=1, overlap=0.0)
+"""Reversing documents moves single tokens between ranks, so candidates must be scored as they will run."""
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(requests(), profiles())
+@example({"lengths": [1, 1, 1, 1745], "ranks": 24, "tokens_per_rank": 77}, FLAT)
 def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object], profile: HardwareProfile) -> None:
     auto = plan_or_none(**request, profile=profile)
     others = {mode: plan_or_none(**request, profile=profile, mode=mode) for mode in ("static", "bins")}
@@ -101,15 +106,6 @@ def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object]
         assert plan.hash != auto.hash
 
 
-def test_auto_is_not_worse_by_the_rounding_of_reversed_documents() -> None:
-    """Reversing documents moves single tokens between ranks, so candidates must be scored as they will run."""
-    flat = HardwareProfile(**{**H100.__dict__, "attention_efficiency": ((1, 1.0),), "ranks_per_node": 1, "overlap": 0.0})
-    plans = [
-        make_plan([1, 1, 1, 1745], ranks=24, tokens_per_rank=77, profile=flat, mode=mode) for mode in ("auto", "static", "bins")
-    ]
-    assert plans[0].makespan_s == min(plan.makespan_s for plan in plans)
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.integers(1, 9), profiles())
 def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degree: int, profile: HardwareProfile) -> None:
@@ -122,13 +118,7 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    requests(),
-    profiles(),
-    st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2)]),
-    image_works(),
-    part_costs(),
-)
+@given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2)]), image_works(), part_costs())
 @example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE, NO_IMAGES, EQUAL_PARTS)
 @example({"lengths": [9], "ranks": 3, "tokens_per_rank": 9}, H100, NO_PIPELINE, {0: [ImageWork(4, 0, 10**10)] * 3}, EQUAL_PARTS)
 @example({"lengths": [9000], "ranks": 3, "tokens_per_rank": 9000}, H100, NO_PIPELINE, NO_IMAGES, PartCosts(1.0, 1.9, 0.1))
@@ -151,7 +141,7 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
             assert again is not None and again.makespan_ns == found.makespan_ns
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(requests(), st.one_of(st.none(), st.integers(1, 4000)))
 def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_tokens: int | None) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=max_remote_tokens)
@@ -165,7 +155,7 @@ def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_
     assert (tuple(read["lengths"]), read["hash"]) == (plan.lengths, plan.hash)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(requests(), st.integers(1, 4000))
 def test_rounds_bound_the_remote_tokens(request: dict[str, object], most: int) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=most)

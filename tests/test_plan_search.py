@@ -1,7 +1,6 @@
 """The parts of mode auto's search: balancing keeps the budget, blocks are whole, paths are shortest."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from longctx.planning.cost.model import score
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planner import make_plan
-from longctx.planning.planners.search import search, search_in_blocks
+from longctx.planning.planners.search import search_in_blocks
 from longctx.planning.planners.settings import DEFAULT
 from longctx.planning.planners.shared_rings import shared_rings
 from longctx.planning.planners.shortest_path import LimitGraph
@@ -145,6 +144,7 @@ def test_shortest_paths_leave_room_where_it_is_worth_something() -> None:
     assert graph.shortest_path(0.9)[0].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mix", "most"), [("magi_192k", 0.12), ("wlb_128k", 0.10)])
 def test_documents_of_a_million_tokens_have_micro_batches_as_long_as_they_need(mix: str, most: float) -> None:
     """With one limit for all but two micro-batches, plans were 14 % and 11 % above the lower bound."""
@@ -184,10 +184,3 @@ def test_groups_of_next_to_no_time_end() -> None:
     lengths = np.array([40, 3, 2], dtype=np.int64)
     for height in (1, 3, 436):
         assert shared_rings(Step(H100, lengths, 24, 41), height) is None
-
-
-def test_settings_that_try_less_find_a_slower_plan() -> None:
-    steps = [Step(H100, np.array(load_mix("magi_192k").draw(100, seed)), 16, 16384) for seed in range(6)]
-    best = sum(search(step).makespan_ns for step in steps)
-    for changed in ({"shares": (10,)}, {"evened": ()}):
-        assert sum(search(step, replace(DEFAULT, **changed)).makespan_ns for step in steps) > best

@@ -1,8 +1,8 @@
-"""Recipes: every file is loaded, fits and is planned, and the page says what is predicted."""
+"""Pages of recipes and of others' measurements say what is predicted now; every recipe is loaded, fits and is planned."""
 
 import pytest
 
-from bench import recipes
+from bench import published, recipes
 from bench.recipes import FOLDER, MODELS, PAGE, RECIPES, Prediction, page, predict, replaced, stand_in
 from longctx.config import load
 
@@ -43,3 +43,15 @@ def test_the_page_is_what_is_predicted(predictions: list[Prediction]) -> None:
 def test_stand_ins_have_the_published_sizes(name: str) -> None:
     spec = load(None, [f"model.from_pretrained={stand_in(name)}"]).model_source(MODELS[name].get("vocab_size")).spec
     assert spec.parameters == pytest.approx(PARAMETERS[name], rel=0.02)
+
+
+def test_the_page_has_every_figure_as_it_is_predicted() -> None:
+    measured = published.rows()
+    text = published.PAGE.read_text("utf-8")
+    assert published.replaced(text, "published", published.table_of(measured)) == text, "run python -m bench.published"
+    assert {row.who for row in measured} == {
+        *("TRL", "torchtitan", "Megatron-LM", "Megatron-LM dev", "verl", "ALST", "MagiAttention")
+    }
+    speeds = [row for row in measured if row.who in ("TRL", "torchtitan", "Megatron-LM") and row.unit[0] in "st" and row.ratio]
+    speeds += [row for row in measured if row.who == "Megatron-LM"]
+    assert len(speeds) == 6 and all(0.86 <= row.ratio <= 1.14 for row in speeds if row.ratio), "the page says within 14 %"

@@ -70,14 +70,7 @@ def known() -> dict[str, list[float]]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("what", ["full", "lora"])
 def test_steps_are_those_of_transformers(
-    workers: Workers,
-    checkpoint: Path,
-    store: Path,
-    tmp_path: Path,
-    known: dict[str, Any],
-    what: str,
-    ranks: int,
-    mode: str,
+    workers: Workers, checkpoint: Path, store: Path, tmp_path: Path, known: dict[str, Any], what: str, ranks: int, mode: str
 ) -> None:
     rows = 300 if ranks == 1 else 120
     kind = FULL if what == "full" else LORA

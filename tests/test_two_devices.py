@@ -18,10 +18,7 @@ from tests.attention_cases import Case, gather, run_case
 from tests.training_cases import start
 from tests.workers import Workers
 
-TWO_GPUS = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-)
+TWO_GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))
 SPLIT = (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1), Placement(3, 0, 2))
 CASE = Case(2, (130, 65, 40, 7), SPLIT, heads=4, kv_heads=2, head_dim=64)
 
@@ -50,8 +47,7 @@ def ring(case: Case, name: str) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(
     ("device", "kernel", "dtype"),
     [
-        ("cpu", "auto", torch.float32),
-        ("cpu", "reference", torch.float32),
+        pytest.param("cpu", "auto", torch.float32, marks=pytest.mark.slow),
         pytest.param("cuda", "reference", torch.float32, marks=TWO_GPUS),
         pytest.param("cuda", "auto", torch.bfloat16, marks=TWO_GPUS),
     ],
@@ -95,7 +91,7 @@ SPLITS = {
 @pytest.mark.parametrize(
     ("device", "split"),
     [
-        *(pytest.param("cpu", name, marks=() if name == "domain" else pytest.mark.slow) for name in SPLITS),
+        *(pytest.param("cpu", name, marks=pytest.mark.slow) for name in SPLITS),
         *(pytest.param("cuda", name, marks=TWO_GPUS) for name in SPLITS),
     ],
 )

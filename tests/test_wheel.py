@@ -45,42 +45,29 @@ def names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_every_module_is_in_it_and_nothing_is_there_twice(wheel: Path) -> None:
+def test_it_holds_every_module_and_nothing_else(wheel: Path, repository: Path) -> None:
+    """Also the type marker, the profiles and the licence."""
     expected = {
         f"{name.replace('.', '/')}/__init__.py" if path.name == "__init__.py" else f"{name.replace('.', '/')}.py"
         for name, path in MODULES.items()
     }
-    assert {name for name in names(wheel) if name.endswith(".py")} == expected
-
-
-def test_type_marker_profiles_and_licence_are_in_it(wheel: Path, repository: Path) -> None:
+    found = names(wheel)
+    assert {name for name in found if name.endswith(".py")} == expected
     profiles = {str(path.relative_to(repository)) for path in repository.glob("longctx/planning/profiles/*.yaml")}
-    assert profiles
-    assert {"longctx/py.typed", *profiles} <= names(wheel)
-    assert any(name.endswith("/licenses/LICENSE") for name in names(wheel))
+    assert profiles and {"longctx/py.typed", *profiles} <= found
+    assert any(name.endswith("/licenses/LICENSE") for name in found)
+    assert {name.split("/")[0] for name in found} == {"longctx", wheel.name.split("-py3")[0] + ".dist-info"}
 
 
-def test_nothing_but_longctx_stands_at_its_top(wheel: Path) -> None:
-    assert {name.split("/")[0] for name in names(wheel)} == {"longctx", wheel.name.split("-py3")[0] + ".dist-info"}
-
-
-@pytest.mark.parametrize("module", ["longctx.attention", "longctx.data", "longctx.planning.hardware_profile"])
-def test_installed_it_is_imported_from_where_it_is(installed: Path, tmp_path: Path, module: str) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", f"import {module}; print({module}.__file__)"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    assert Path(process.stdout.strip()).is_relative_to(installed)
-
-
-def test_installed_it_knows_its_command_and_profiles(installed: Path, tmp_path: Path) -> None:
-    code = "from longctx.planning.hardware_profile import HardwareProfile; HardwareProfile.load('h100-nvlink-ib')"
+def test_installed_it_is_imported_from_where_it_is(installed: Path, tmp_path: Path) -> None:
+    """It knows its command and its profiles."""
+    modules = ["longctx.attention", "longctx.data", "longctx.planning.hardware_profile"]
+    code = f"import {', '.join(modules)}; print({', '.join(f'{module}.__file__' for module in modules)}, sep='\\n'); "
+    code += "longctx.planning.hardware_profile.HardwareProfile.load('h100-nvlink-ib')"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert all(Path(line).is_relative_to(installed) for line in process.stdout.split())
     command = [str(installed / "bin" / "longctx"), "--version"]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert process.stdout.startswith("longctx "), process.stderr

@@ -74,12 +74,7 @@ class Workers:
         self.calls = 0
 
     def run(
-        self,
-        function: Callable[..., Any],
-        ranks: int,
-        *arguments: Any,
-        timeout_s: float = GROUP_TIMEOUT_S,
-        device: str = "cpu",
+        self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = GROUP_TIMEOUT_S, device: str = "cpu"
     ) -> list[Any]:
         """Results by rank. Raises AssertionError with the traceback of every rank that failed."""
         if self.calls % CALLS == 0:
