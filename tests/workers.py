@@ -54,6 +54,7 @@ def _serve(connection: Connection) -> None:
             )
             answer = (True, function(*arguments))
             dist.barrier()
+            time.sleep(0.01)  # as `Mesh.close`
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it holds meshes, and the names of groups that were destroyed
             gc.collect()

@@ -77,7 +77,7 @@ def dynamic_context_parallel(
     check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
     spec = _spec_of(trainer)
     with contextlib.ExitStack() as undo:
-        groups = undo.enter_context(_groups(args))
+        groups = _groups(args, undo)
         described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1])
         notes = list(_check_documents(trainer, most * args.world_size))
         way = described.profile, most, mode, degree, kernel, args.device
@@ -120,23 +120,16 @@ def restore(trainer: Any) -> None:
         del trainer.dynamic
 
 
-@contextlib.contextmanager
-def _groups(args: Any) -> Iterator[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]:
-    """Makes a group of all ranks for rings, and one for ids, which a thread exchanges between CPUs. Collective."""
+def _groups(args: Any, undo: contextlib.ExitStack) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Returns a group of all ranks for rings, and one for ids, which a thread exchanges between CPUs. Collective."""
     if args.world_size == 1:
-        yield None, None
-        return
+        return None, None
     timeout = args.ddp_timeout_delta
-    groups = [
-        dist.new_group(timeout=timeout, pg_options=exchange_options(args.device, timeout)),
-        dist.new_group(backend="gloo", timeout=timeout),
-    ]
-    try:
-        warm_up(groups[0], args.device)
-        yield groups[0], groups[1]
-    finally:
-        for group in groups if dist.is_initialized() else []:
-            dist.destroy_process_group(group)
+    rings = dist.new_group(timeout=timeout, pg_options=exchange_options(args.device, timeout))
+    ids = dist.new_group(backend="gloo", timeout=timeout)
+    undo.callback(lambda: [dist.destroy_process_group(group) for group in (rings, ids) if dist.is_initialized()])
+    warm_up(rings, args.device)
+    return rings, ids
 
 
 @contextlib.contextmanager
