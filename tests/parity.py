@@ -118,8 +118,9 @@ class Case:
 
     @property
     def cost(self) -> float:
-        """About the time of its run: DTensor is slow on CPUs, and a run that is resumed is two."""
-        return 1 + self.world * (2 if self.tensor > 1 else 1) * (1 if self.resumed == "no" else 1.6)
+        """About the time of its run: DTensor is slow on CPUs, a run that is resumed is two, and quantizing takes a while."""
+        quantized = self.adapters in ("nf4", "int8")
+        return 1 + 3 * quantized + self.world * (2 if self.tensor > 1 else 1) * (1 if self.resumed == "no" else 1.6)
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -216,6 +217,25 @@ def covering(ranks: int = 4, tries: int = 25) -> tuple[Case, ...]:
             for pair in pairs_of(cases[-1]):
                 left.pop(pair, None)
     return tuple(cases)
+
+
+def options_of(case: Case) -> set[tuple[object, ...]]:
+    """Its options, and whether documents, experts with matrices, and a tied embedding are split."""
+    tied = "tied" in case.model and case.pipeline != "none"
+    splits = ((case.model, case.domain > 1), ("tied", tied), ("experts", case.expert > 1 and case.tensor > 1))
+    return {*((name, getattr(case, name)) for name in OPTIONS), *(split for split in splits if split[1])}
+
+
+def chosen(cases: Iterable[Case], count: int) -> list[Case]:
+    """Returns so many cases: those that have options which none before has, and the most pairs for their time."""
+    left, taken, options, pairs = list(cases), list[Case](), set[object](), set[Pair]()
+    while left and len(taken) < count:
+        best = max(left, key=lambda case: (5 * len(options_of(case) - options) + len(pairs_of(case) - pairs)) / case.cost**0.5)
+        left.remove(best)
+        taken.append(best)
+        options |= options_of(best)
+        pairs |= pairs_of(best)
+    return taken
 
 
 # --- checkpoints, stores and references, which all processes of the tests share

@@ -161,7 +161,7 @@ def steps_not_finite(store: Path, run: Path, what: str, spoiled: list[int], sett
 
     with pytest.MonkeyPatch.context() as patch, trainer.loader:
         patch.setattr(Passes, "forward_backward", spoil)
-        while len(skipped) < 6 and not error:
+        while len(skipped) < 7 and not error:
             before = [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
             try:
                 skipped.append(trainer.step().skipped)
