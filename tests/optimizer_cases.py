@@ -30,7 +30,7 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
 
 
-def largest_error(store: Path, run: Path, settings: list[str], steps: int = 10) -> float:
+def largest_error(store: Path, run: Path, settings: list[str], steps: int = 4) -> float:
     """Returns the largest difference from weights that torch's optimizers make of the same gradients on one process."""
     trainer = start(store, run, settings)
     trainer.loader.close()

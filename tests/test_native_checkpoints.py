@@ -99,16 +99,6 @@ def test_the_spec_counts_what_the_model_has(checkpoints: dict[str, Path], name: 
     assert counted == pytest.approx(4 * 4 * 8 * pairs, rel=0.15), "a query's own key counts half"
 
 
-TP, PP = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
-SPLITS = {
-    "sharded over 2": (2, ["model.implementation=native"]),
-    "sharded over 3": (3, ["model.implementation=native"]),
-    "tensor 2 × domain 2": (4, [TP]),
-    "pipeline 2": (2, [PP]),
-    "experts 2": (2, ["parallel.expert_parallel_size=2"]),
-}
-
-
 CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "hidden_act": (
         "llama",

@@ -34,6 +34,7 @@ from tests import launched, training_cases
 from tests.training_cases import SMALL, make_store, pretend_checkpoints, steps_in, train, train_and_save, train_then_save
 from tests.workers import Workers
 
+
 def test_one_process_learns(alone: list[StepMetrics]) -> None:
     assert alone[-1].loss < 0.8 * alone[0].loss
     assert [metrics.step for metrics in alone] == list(range(1, 11))
