@@ -398,7 +398,10 @@ def found(workers: Workers, case: Case, checkpoint: Path, store: Path, run: Path
     last = workers.run(steps_of, other.world, other_settings, run, 1, True)
     joined = {name: [first[name] + outcome[name] for outcome in last] for name in ("losses", "norms", "tokens")}
     kept = {name: first[name] for name in ("before", "gradients", "degrees", "native")}
-    return [outcome | kept | {name: values[rank] for name, values in joined.items()} for rank, outcome in enumerate(last)]
+    merged = {"merged": first["merged"] or last[0]["merged"]}
+    return [
+        {**outcome, **kept, **merged, **{k: values[rank] for k, values in joined.items()}} for rank, outcome in enumerate(last)
+    ]
 
 
 def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -> dict[str, Any]:
@@ -430,6 +433,7 @@ def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -
             trainer.save()
     outcome |= {"losses": [m.loss for m in steps], "norms": [m.grad_norm for m in steps], "tokens": [m.tokens for m in steps]}
     degrees = {int(degree) for metrics in steps for degree in metrics.degrees}
+    outcome["merged"] = any((m.computed_tokens or m.tokens) < m.tokens for m in steps)
     return outcome | {"after": named(lambda weight: weight), "degrees": degrees, "native": isinstance(model, PretrainedDecoder)}
 
 
@@ -467,6 +471,8 @@ def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]
 def _problems(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> Iterable[str]:
     if found["tokens"] != expected["tokens"]:
         yield f"tokens of the steps: {found['tokens']}, not {expected['tokens']}"
+    if found["merged"] != (case.data == "merged"):
+        yield f"documents that begin alike were {'' if found['merged'] else 'not '}merged"
     if case.mode == "static" and found["degrees"] != {case.domain}:
         yield f"degrees: {found['degrees']}, not {case.domain}"
     if case.mode == "bins" and case.domain > 1 and case.resumed == "no" and len(found["degrees"]) < 2:

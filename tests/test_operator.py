@@ -132,28 +132,6 @@ def test_only_tokens_layer_and_attention_are_variables_of_a_program() -> None:
         assert len(variables) <= 3
 
 
-def run_head_exchange_compiled(cases: list[Case]) -> int:
-    """Compares a plain block with the compiled one; returns the number of graphs."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    block = Block()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
-    for case in cases:
-        attention = case.attention(dist.get_rank())
-        x = torch.randn(len(case.rows(dist.get_rank())), 32).requires_grad_()
-        plain, ours = (torch.autograd.grad(module(x, attention).square().sum(), x) for module in (block, compiled))
-        torch.testing.assert_close(plain, ours)
-    return len(counter.graphs)
-
-
-@pytest.mark.slow
-def test_head_exchange_compiles_without_breaks(workers: Workers) -> None:
-    """Compiles once with additional plain rings and once without (MANY on rank 1); fullgraph=True raises at a graph break."""
-    cases = [replace(case, ulysses_degree=2) for case in (CASE, MANY, OTHER)]
-    assert workers.run(run_head_exchange_compiled, 2, cases) == [1, 2]
-
-
 EXCHANGES = {f"longctx.{name}.default" for name in ("gather_tokens", "gather_heads")}
 EXCHANGES |= {f"longctx.ring_attention{part}.default" for part in ("", "_begin", "_backward", "_finish")}
 

@@ -31,7 +31,6 @@ from triton import OutOfResources
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and version("triton").startswith("3.6."):
     pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4", allow_module_level=True)
-DEVICE_CODE = "longctx.attention.kernels.triton_device"
 
 
 @pytest.fixture(autouse=True)
