@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from longctx.config import Config, load
@@ -21,7 +20,7 @@ from longctx.training import build
 from longctx.training.optimizer import learning_rate
 from longctx.training.trainer import Trainer
 from tests.huggingface_cases import build_model
-from tests.training_cases import SMALL, start
+from tests.training_cases import SMALL, start, whole
 
 RANK, ALPHA = 4, 12.0
 SETTINGS = [
@@ -69,10 +68,6 @@ def loaded_by_peft(folder: Path, checkpoint: Path, model: torch.nn.Module, value
     for name, value in theirs.items():
         assert torch.equal(value.float(), values[f"{OURS}{name}"]), name
     return loaded
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def weights_of(trainer: Trainer) -> tuple[Tensors, Tensors]:

@@ -2,7 +2,8 @@
 
 A case names a model, data and adapters, which the reference depends on, and a split of the ranks and settings of
 the run, on which nothing may depend. Five things are always compared: losses, gradient norms, all gradients of the first step,
-all weights after the second, and tokens with degrees. `covering` chooses cases that have every pair of options.
+all weights after the second, and tokens with degrees. `covering` chooses cases that have every pair of options, of which
+`chosen` takes some that have every option.
 """
 
 import itertools
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from filelock import FileLock
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +37,7 @@ from tests.data_cases import text_of
 from tests.huggingface_cases import build_model
 from tests.native_cases import as_saved
 from tests.quantized_cases import quantize
+from tests.training_cases import whole
 from tests.weight_cases import make_store, records, weights_said
 from tests.workers import Workers
 
@@ -118,9 +119,8 @@ class Case:
 
     @property
     def cost(self) -> float:
-        """About the time of its run: DTensor is slow on CPUs, a run that is resumed is two, and quantizing takes a while."""
-        quantized = self.adapters in ("nf4", "int8")
-        return 1 + 3 * quantized + self.world * (2 if self.tensor > 1 else 1) * (1 if self.resumed == "no" else 1.6)
+        """About the time of its run: DTensor is slow on CPUs, and a run that is resumed is two."""
+        return 1 + self.world * (2 if self.tensor > 1 else 1) * (1 if self.resumed == "no" else 1.6)
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -229,8 +229,13 @@ def options_of(case: Case) -> set[tuple[object, ...]]:
 def chosen(cases: Iterable[Case], count: int) -> list[Case]:
     """Returns so many cases: those that have options which none before has, and the most pairs for their time."""
     left, taken, options, pairs = list(cases), list[Case](), set[object](), set[Pair]()
+
+    def gain(case: Case) -> float:
+        new = 5 * len(options_of(case) - options) + len(pairs_of(case) - pairs)
+        return new / (case.cost + 3 * (case.adapters in ("nf4", "int8"))) ** 0.75
+
     while left and len(taken) < count:
-        best = max(left, key=lambda case: (5 * len(options_of(case) - options) + len(pairs_of(case) - pairs)) / case.cost**0.5)
+        best = max(left, key=gain)
         left.remove(best)
         taken.append(best)
         options |= options_of(best)
@@ -415,7 +420,7 @@ def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -
 
     def named(value: Callable[[Any], Any]) -> Tensors:
         trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-        tensors = {name: _whole(value(weight), weight) for name, weight in trained}
+        tensors = {name: whole(torch.zeros_like(weight) if (one := value(weight)) is None else one) for name, weight in trained}
         if not isinstance(model, PretrainedDecoder):
             return {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
         parts: list[Any] = [None] * dist.get_world_size()
@@ -435,12 +440,6 @@ def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -
     degrees = {int(degree) for metrics in steps for degree in metrics.degrees}
     outcome["merged"] = any((m.computed_tokens or m.tokens) < m.tokens for m in steps)
     return outcome | {"after": named(lambda weight: weight), "degrees": degrees, "native": isinstance(model, PretrainedDecoder)}
-
-
-def _whole(value: Any, weight: Any) -> torch.Tensor:
-    if value is None:
-        value = torch.zeros_like(weight)
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 # --- the comparison

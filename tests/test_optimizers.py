@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torchao.optim import AdamW8bit
 
 from longctx.config import ConfigError, load
@@ -25,7 +25,7 @@ from longctx.training.optimizer import learning_rate, set_learning_rate, state_b
 from longctx.training.optimizers.eight_bit import EightBit, plain
 from longctx.training.run_profile import run_profile
 from tests.marks import slow_unless
-from tests.training_cases import start, train, train_then_save
+from tests.training_cases import start, train, train_then_save, whole
 from tests.workers import Workers
 
 RATES = [0.01 / step for step in range(1, 11)]
@@ -33,11 +33,6 @@ RATES = [0.01 / step for step in range(1, 11)]
 
 def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=generator_of(name, step, torch.device("cpu")))
-
-
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    weight = weight.detach()
-    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
 
 
 def largest_error(store: Path, run: Path, settings: list[str], steps: int = 4) -> float:

@@ -27,8 +27,8 @@ from longctx.training.saved import checkpoint
 from tests.export_cases import untouched
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless
-from tests.pretrained_cases import SETTINGS, largest_error, make_batch, make_trainer, reference, step, whole
-from tests.training_cases import make_store
+from tests.pretrained_cases import SETTINGS, largest_error, make_batch, make_trainer, reference, step
+from tests.training_cases import make_store, whole
 from tests.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[1]

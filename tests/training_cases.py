@@ -80,6 +80,12 @@ def pretend_checkpoints(run: Path, *steps: int) -> None:
         state.write_text(json.dumps(sealed({"step": step, "files": {}, "checksums": {}})))
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """Returns a copy of a tensor, or of all shards of one."""
+    copied: torch.Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return copied
+
+
 def steps_in(run: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, but not one that is being written."""
     path = run / "metrics.jsonl"

@@ -14,8 +14,7 @@ from longctx.data.prepare import prepare
 from longctx.data.store import IGNORED_LABEL, Store
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan, text_of, write_jsonl
-from tests.lora_cases import whole
-from tests.training_cases import SMALL, start
+from tests.training_cases import SMALL, start, whole
 
 SETTINGS = ["data.max_length=300", "data.long_documents=split", "batch.global_tokens=2400", "train.steps=1", "eval.every=1"]
 SETTINGS += ["optimizer.warmup_steps=0", "optimizer.clip_grad_norm=null", "checkpoint.every=null", "data.held_out=0.2"]
