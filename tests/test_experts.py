@@ -243,7 +243,10 @@ def test_every_token_uses_its_experts(
     if mlp.gate.shape.router_bias:
         mlp.gate.expert_bias.copy_(torch.randn(number))
     x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+    calls: list[int] = []
+    mlp.experts.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
     out, wanted = mlp(x), reference(mlp, x)
+    assert len(calls) == (1 if most_rows is None else max(1, -(-tokens * chosen // most_rows))), "no more turns than needed"
     gradient, tensors = torch.randn_like(out), [x, *mlp.parameters()]
     bound = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(out, wanted, **bound)
