@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from longctx.data.tokenizer import byte_vocabulary
-from longctx.model.huggingface_spec import spec_of_seq2seq
+from longctx.data.records.tokenizer import byte_vocabulary
+from longctx.hf.spec import spec_of_seq2seq
 from longctx.planning.parts import EQUAL_PARTS
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.pairs import TARGETS, rows_of_pairs
