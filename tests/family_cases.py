@@ -214,10 +214,8 @@ def _step(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float,
 def largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Returns the largest relative error of a parameter's gradient; tiny gradients count as 1/1000 of the largest."""
     floor = 1e-3 * max(float(gradient.norm()) for gradient in expected)
-    errors = (
-        float((mine - theirs).norm()) / max(float(theirs.norm()), floor) for mine, theirs in zip(found, expected, strict=True)
-    )
-    return max(errors)
+    pairs = zip(found, expected, strict=True)
+    return max(float((mine - theirs).norm()) / max(float(theirs.norm()), floor) for mine, theirs in pairs)
 
 
 def router_loss_is_refused(model: PreTrainedModel, documents: list[torch.Tensor]) -> bool:

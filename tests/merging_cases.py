@@ -9,8 +9,8 @@ import torch
 from longctx.data.records.corpus import open_corpus
 from longctx.data.store.prepare import prepare
 from tests.data_cases import text_of, write_jsonl
-from tests.lora_cases import weights_of, whole
-from tests.training_cases import start
+from tests.lora_cases import weights_of
+from tests.training_cases import start, whole
 
 SETTINGS = [
     "data.max_length=700",

@@ -16,7 +16,8 @@ from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, SIZE, make_documents, unpacked
 from tests.native_cases import everyones
-from tests.pretrained_cases import PLACEMENTS_OF, SETTINGS, Step, whole
+from tests.pretrained_cases import PLACEMENTS_OF, SETTINGS, Step
+from tests.training_cases import whole
 
 OLD, ENTRIES = SIZE["vocab_size"], SIZE["vocab_size"] + 3
 

@@ -2,7 +2,8 @@
 
 A case names a model, data and adapters, which the reference depends on, and a split of the ranks and settings of
 the run, on which nothing may depend. Five things are always compared: losses, gradient norms, all gradients of the first step,
-all weights after the second, and tokens with degrees. `covering` chooses cases that have every pair of options.
+all weights after the second, and tokens with degrees. `covering` chooses cases that have every pair of options, of which
+`chosen` takes some that have every option.
 """
 
 import itertools
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from filelock import FileLock
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +37,7 @@ from tests.data_cases import text_of
 from tests.huggingface_cases import build_model
 from tests.native_cases import as_saved
 from tests.quantized_cases import quantize
+from tests.training_cases import whole
 from tests.weight_cases import make_store, records, weights_said
 from tests.workers import Workers
 
@@ -218,6 +219,30 @@ def covering(ranks: int = 4, tries: int = 25) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def options_of(case: Case) -> set[tuple[object, ...]]:
+    """Its options, and whether documents, experts with matrices, and a tied embedding are split."""
+    tied = "tied" in case.model and case.pipeline != "none"
+    splits = ((case.model, case.domain > 1), ("tied", tied), ("experts", case.expert > 1 and case.tensor > 1))
+    return {*((name, getattr(case, name)) for name in OPTIONS), *(split for split in splits if split[1])}
+
+
+def chosen(cases: Iterable[Case], count: int) -> list[Case]:
+    """Returns so many cases: those that have options which none before has, and the most pairs for their time."""
+    left, taken, options, pairs = list(cases), list[Case](), set[object](), set[Pair]()
+
+    def gain(case: Case) -> float:
+        new = 5 * len(options_of(case) - options) + len(pairs_of(case) - pairs)
+        return new / (case.cost + 3 * (case.adapters in ("nf4", "int8"))) ** 0.75
+
+    while left and len(taken) < count:
+        best = max(left, key=gain)
+        left.remove(best)
+        taken.append(best)
+        options |= options_of(best)
+        pairs |= pairs_of(best)
+    return taken
+
+
 # --- checkpoints, stores and references, which all processes of the tests share
 
 
@@ -378,7 +403,10 @@ def found(workers: Workers, case: Case, checkpoint: Path, store: Path, run: Path
     last = workers.run(steps_of, other.world, other_settings, run, 1, True)
     joined = {name: [first[name] + outcome[name] for outcome in last] for name in ("losses", "norms", "tokens")}
     kept = {name: first[name] for name in ("before", "gradients", "degrees", "native")}
-    return [outcome | kept | {name: values[rank] for name, values in joined.items()} for rank, outcome in enumerate(last)]
+    merged = {"merged": first["merged"] or last[0]["merged"]}
+    return [
+        {**outcome, **kept, **merged, **{k: values[rank] for k, values in joined.items()}} for rank, outcome in enumerate(last)
+    ]
 
 
 def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -> dict[str, Any]:
@@ -392,7 +420,7 @@ def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -
 
     def named(value: Callable[[Any], Any]) -> Tensors:
         trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-        tensors = {name: _whole(value(weight), weight) for name, weight in trained}
+        tensors = {name: whole(torch.zeros_like(weight) if (one := value(weight)) is None else one) for name, weight in trained}
         if not isinstance(model, PretrainedDecoder):
             return {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
         parts: list[Any] = [None] * dist.get_world_size()
@@ -410,13 +438,8 @@ def steps_of(settings: list[str], run: Path, count: int, resume: bool = False) -
             trainer.save()
     outcome |= {"losses": [m.loss for m in steps], "norms": [m.grad_norm for m in steps], "tokens": [m.tokens for m in steps]}
     degrees = {int(degree) for metrics in steps for degree in metrics.degrees}
+    outcome["merged"] = any((m.computed_tokens or m.tokens) < m.tokens for m in steps)
     return outcome | {"after": named(lambda weight: weight), "degrees": degrees, "native": isinstance(model, PretrainedDecoder)}
-
-
-def _whole(value: Any, weight: Any) -> torch.Tensor:
-    if value is None:
-        value = torch.zeros_like(weight)
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 # --- the comparison
@@ -447,6 +470,8 @@ def assert_same(case: Case, ours: list[dict[str, Any]], expected: dict[str, Any]
 def _problems(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> Iterable[str]:
     if found["tokens"] != expected["tokens"]:
         yield f"tokens of the steps: {found['tokens']}, not {expected['tokens']}"
+    if found["merged"] != (case.data == "merged"):
+        yield f"documents that begin alike were {'' if found['merged'] else 'not '}merged"
     if case.mode == "static" and found["degrees"] != {case.domain}:
         yield f"degrees: {found['degrees']}, not {case.domain}"
     if case.mode == "bins" and case.domain > 1 and case.resumed == "no" and len(found["degrees"]) < 2:

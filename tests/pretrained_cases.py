@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longctx.config import load
@@ -19,6 +17,7 @@ from longctx.training.build import sizes_of_groups
 from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, make_documents, unpacked
+from tests.training_cases import whole
 
 PLACEMENTS_OF: dict[int, tuple[tuple[Placement, ...], ...]] = {
     1: (tuple(Placement(document, 0, 1) for document in range(len(LENGTHS))),),
@@ -51,7 +50,7 @@ def step(
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns the same from the trainer, packed, split and sharded. `batch_of` takes the number of ranks and the rank."""
     trainer = make_trainer(folder, settings)
-    state = {name.removeprefix(OURS): whole(value).clone() for name, value in trainer.model.state_dict().items()}
+    state = {name.removeprefix(OURS): whole(value) for name, value in trainer.model.state_dict().items()}
     batch = (batch_of or make_batch)(dist.get_world_size(), dist.get_rank())
     losses = trainer.passes.forward_backward(batch)
     total = losses.sum().double()
@@ -88,13 +87,8 @@ def make_batch(ranks: int, rank: int) -> StepBatch:
     return StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches))
 
 
-def whole(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return tensor.detach()
-
-
 def _gradient(weight: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(whole(weight)) if weight.grad is None else whole(weight.grad).clone()
+    return torch.zeros_like(whole(weight)) if weight.grad is None else whole(weight.grad)
 
 
 def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -94,6 +94,6 @@ def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
-    alone = launched.start([arguments(tmp_path, make_store(tmp_path), "train.timeout_s=5")], tmp_path / "output", world=3)
+    alone = launched.start([arguments(tmp_path, make_store(tmp_path), "train.timeout_s=2")], tmp_path / "output", world=3)
     assert not alone.end() and alone.codes == [2], alone.said
-    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in alone.errors[0] and "within 5 s" in alone.errors[0]
+    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in alone.errors[0] and "within 2 s" in alone.errors[0]

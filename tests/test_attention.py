@@ -17,7 +17,7 @@ from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, Optio
 from longctx.attention.masks import MaskError
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
-from tests.attention_cases import Case, gather, run_case
+from tests.attention_cases import Case, assert_exact, gather, relative_errors, run_case
 from tests.marks import examples, slow_unless
 from tests.workers import Workers
 
@@ -75,17 +75,8 @@ def dense(case: Case, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, [x for x in (q, k, v, sinks) if x is not None], dout)]
 
 
-def relative_errors(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
-    return [
-        float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30)) for g, w in zip(got, wanted, strict=True)
-    ]
-
-
 def check(workers: Workers, case: Case) -> None:
-    got, exact = gather(case, workers.run(run_case, case.ranks, case)), dense(case)
-    # With a single key, gradients of q and k are exactly 0 in float64: compare with the size of the inputs instead.
-    for error, part, reference in zip(relative_errors(got, exact), got, exact, strict=True):
-        assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6
+    assert_exact(gather(case, workers.run(run_case, case.ranks, case)), dense(case))
 
 
 @several_ranks
@@ -178,12 +169,11 @@ def run_twice(case: Case) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor,
 
 
 LARGER = replace(MIXED, lengths=(200, 333, 50, 1, 256, 90))
-CONTRACT = [(ways, dtype, case) for ways in WAYS for dtype in (torch.bfloat16, torch.float16) for case in (LARGER, LONG_RING)]
+CONTRACT = [(ways, dtype, case) for ways in WAYS for dtype, case in ((torch.bfloat16, LARGER), (torch.float16, LONG_RING))]
 
 
 @pytest.mark.parametrize(
-    ("ways", "dtype", "case"),
-    slow_unless(lambda ways, dtype, case: (dtype is torch.bfloat16) == (case is LARGER), CONTRACT),
+    ("ways", "dtype", "case"), slow_unless(lambda ways, dtype, case: case is LARGER or ways == "rounds", CONTRACT)
 )
 def test_every_way_keeps_the_precision_contract(workers: Workers, ways: str, dtype: torch.dtype, case: Case) -> None:
     """With every mask and exchange, the error is at most twice that of one device, and a second run is bitwise identical."""
@@ -450,9 +440,8 @@ def run_over_two_groups(case: Case) -> tuple[torch.Tensor, ...]:
     return run_case(replace(case, across=dist.new_group()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_group_for_messages_between_nodes_changes_no_bit(workers: Workers, dtype: torch.dtype) -> None:
-    case = replace(MIXED, ranks_per_node=2, exchange_rounds=2, dtype=dtype)
+def test_a_group_for_messages_between_nodes_changes_no_bit(workers: Workers) -> None:
+    case = replace(MIXED, ranks_per_node=2, exchange_rounds=2, dtype=torch.bfloat16)
     for one, two in zip(workers.run(run_case, 4, case), workers.run(run_over_two_groups, 4, case), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,18 +9,18 @@ from longctx.check import CheckError, check_step
 from longctx.check.contexts import ROW_RESTARTED
 from longctx.cli import main
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
+from tests.marks import slow_unless
 from tests.workers import Workers
 
 QUICK = {name: CASES[name] for name in ("right: adapters", "padded at the left", "parts of 16 tokens")}
 QUICK |= {name: CASES[name] for name in ("means of micro-batches", "prompts with labels", "no shift", "half a gradient")}
+FEW = ("right: longctx, degree 2", "right: by hand", "no exchange", "no gradient of others", "mean of the rank", "not reduced")
+SETS = {"quick": (1, QUICK), "all": (1, CASES), "quick on two": (2, {name: ON_TWO[name] for name in FEW}), "two": (2, ON_TWO)}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(1, QUICK), pytest.param(1, CASES, marks=pytest.mark.slow), (2, ON_TWO)],
-    ids=["one process", "all on one process", "two"],
-)
-def test_faults_are_named_and_right_steps_are_right(workers: Workers, ranks: int, cases: dict[str, Any]) -> None:
+@pytest.mark.parametrize("which", slow_unless(lambda which: "quick" in which, SETS))
+def test_faults_are_named_and_right_steps_are_right(workers: Workers, which: str) -> None:
+    ranks, cases = SETS[which]
     for found in workers.run(faults, ranks, list(cases), timeout_s=120.0):
         assert found == {name: kinds for name, (*_, kinds) in cases.items()}
 

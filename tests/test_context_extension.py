@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind in ("ntk", "yarn"), KINDS))
 def test_a_checkpoint_takes_another_rope(workers: Workers, tmp_path: Path, kind: str) -> None:
     """Its config has no fields of other types, of which transformers would warn, or take one for the trained length."""
     settings, rope = ([f"model.{each}" for each in KINDS[kind][0]], KINDS[kind][1])

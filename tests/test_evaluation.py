@@ -20,12 +20,7 @@ from tests.workers import Workers
 LENGTHS = (250, 500, 1475, 90, 40, 375)
 WHOLE = ["batch.tokens_per_rank=1500"]
 SPLITS = {
-    "two ranks": (2, ["batch.tokens_per_rank=750"]),
     "three ranks": (3, ["batch.tokens_per_rank=500"]),
-    "static": (3, ["batch.tokens_per_rank=500", "context.mode=static", "context.degree=3"]),
-}
-NATIVE_SPLITS = {
-    **SPLITS,
     "tensor": (2, ["batch.tokens_per_rank=1500", "parallel.tensor_parallel_size=2"]),
     "pipeline": (2, ["batch.tokens_per_rank=1500", "parallel.pipeline_parallel_size=2"]),
 }
@@ -64,22 +59,21 @@ def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
         assert {**mine, "loss": 0, "perplexity": 0} == {**theirs, "loss": 0, "perplexity": 0}
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "pipeline", NATIVE_SPLITS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "pipeline", SPLITS))
 def test_a_run_is_worth_the_same_on_any_number_of_ranks(
     workers: Workers, store: Path, run: Path, alone: dict[str, dict[str, Any]], name: str
 ) -> None:
-    ranks, settings = NATIVE_SPLITS[name]
+    ranks, settings = SPLITS[name]
     results = workers.run(losses, ranks, str(run), store, settings)
     assert all(result == results[0] for result in results), "every rank has the same result"
     assert_equal(results[0], alone["run"])
-    assert max(results[0]["degrees"]) > 1 or name in ("tensor", "pipeline")
+    assert max(results[0]["degrees"]) > 1 or name != "three ranks"
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "three ranks", SPLITS))
 def test_a_checkpoint_of_transformers_is_worth_the_same(
-    workers: Workers, store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]], name: str
+    workers: Workers, store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
-    ranks, settings = SPLITS[name]
+    ranks, settings = SPLITS["three ranks"]
     found = workers.run(losses, ranks, str(checkpoint), store, [*FOR_CHECKPOINTS, *settings])[0]
     assert_equal(found, alone["checkpoint"])
     assert max(found["degrees"]) > 1

@@ -287,7 +287,7 @@ def test_rings_in_a_node_do_not_pay_for_rounds_across_nodes() -> None:
     st.sampled_from([None, 20_000, 100_000]),
     st.sampled_from([NO_PIPELINE, Pipeline(3)]),
 )
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_plans_take_as_long_as_their_rounds(lengths: list[int], nodes: int, most: int | None, pipeline: Pipeline) -> None:
     """Waits and rounds make no plan faster, and mode auto is never behind the others with them."""
     request: dict[str, Any] = {"ranks": 8 * nodes, "tokens_per_rank": 16384, "profile": H100, "pipeline": pipeline}

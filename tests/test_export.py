@@ -45,8 +45,8 @@ WAYS = {
 """Of two ranks that run a checkpoint: transformers' code, and the native decoder with split matrices or layers."""
 RUNS = [*(f"transformers/{kind}" for kind in KINDS), *(f"native/{kind}" for kind in NATIVE)]
 RUNS += ["pipeline/llama", "pipeline/qwen2"]
-QUICK = ["transformers/gemma2", "transformers/mixtral", "transformers/gpt2", "transformers/deepseek_v3", "transformers/gpt_oss"]
-QUICK += ["native/llama", "native/qwen3", "native/phi3", "transformers/qwen3", "pipeline/qwen2"]
+QUICK = ["transformers/mixtral", "transformers/gpt2", "transformers/deepseek_v3", "transformers/gpt_oss", "transformers/qwen3"]
+QUICK += ["native/qwen3", "native/phi3", "pipeline/qwen2"]
 
 
 RunOf = Callable[[str], Path]
@@ -164,24 +164,15 @@ def test_an_export_is_as_long_as_what_was_trained(workers: Workers, store: Path,
         assert "the base ends at 64 tokens (max_position_embeddings), documents had up to 1,476: --merge writes 1,476" in said
     done = export(tmp_path / "runs/llama", tmp_path / "out", merge=case == "adapters")
     raised = r"max_position_embeddings (64|128) → 1,476, the longest document trained; " if length == 1476 else ""
-    assert re.search(rf"files?; {raised}model_max_length of the tokenizer → 1,476$", done.said)
+    assert re.search(rf" 1 file; {raised}model_max_length of the tokenizer → 1,476$", done.said)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert config.max_position_embeddings == length and rope.items() <= config.rope_parameters.items()
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 1476
 
 
+LLAMA3 = ["model.rope_scaling=llama3", "model.rope_factor=2", "model.rope_original_length=100"]
 NEW = {
-    "llama": (1, [], "LlamaForCausalLM"),
-    "llama3, pipeline": (
-        2,
-        [
-            "parallel.pipeline_parallel_size=2",
-            "model.rope_scaling=llama3",
-            "model.rope_factor=2",
-            "model.rope_original_length=100",
-        ],
-        "LlamaForCausalLM",
-    ),
+    "llama3, pipeline": (2, [*LLAMA3, "parallel.pipeline_parallel_size=2"], "LlamaForCausalLM"),
     "ntk": (2, ["model.rope_scaling=ntk", "model.rope_factor=2", "model.tie_word_embeddings=false"], "LlamaForCausalLM"),
     "qwen3": (2, ["model.qk_norm=true", "model.sliding_window=50", "model.full_attention_every=2"], "Qwen3ForCausalLM"),
     "qwen2, tensor parallel": (2, ["parallel.tensor_parallel_size=2", "model.qkv_bias=true"], "Qwen2ForCausalLM"),
@@ -189,7 +180,7 @@ NEW = {
 }
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name != "ntk", NEW))
 def test_new_weights_come_out_as_a_family_of_transformers(workers: Workers, store: Path, tmp_path: Path, name: str) -> None:
     ranks, settings, architecture = NEW[name]
     workers.run(train_then_save, ranks, store, tmp_path / "run", ["train.steps=2", *settings], 2)

@@ -1,11 +1,9 @@
 """LoRA: equal to plain peft and transformers for every split over ranks; contents of checkpoints; loading by peft."""
 
-import json
 import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,11 +33,10 @@ from tests.workers import Workers
 
 KINDS = ("llama", "mixtral", "gpt2")
 MODES = {
-    "static": ["context.mode=static", "batch.tokens_per_rank=200"],
     "auto": ["context.mode=auto", "batch.tokens_per_rank=200"],
     "degree 1": ["context.mode=static", "context.degree=1", "batch.tokens_per_rank=300"],
 }
-"""In the first two, a rank holds fewer tokens than the longest document has, so that some documents are split."""
+"""In the first, a rank holds fewer tokens than the longest document has, so that some documents are split."""
 
 
 @pytest.fixture(scope="module")
@@ -48,46 +45,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_checkpoint(folder, kind) for kind in KINDS}
 
 
-@pytest.fixture(scope="module")
-def known() -> dict[str, Any]:
-    """Results of one process, by type of model."""
-    return {}
-
-
-MOST = ["context.mode=auto", "batch.tokens_per_rank=200"]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_holds_adapters_alone_and_resumes(
-    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """Bit by bit on the same number of ranks; close on another number of ranks, where sums have another order."""
-    settings = settings_of(checkpoints["llama"], *MOST, "train.steps=2", "checkpoint.every=1")
-    ended = workers.run(run_with_checkpoints, 2, shorts, tmp_path / "whole", settings)[0]
-    folder = tmp_path / "whole" / "checkpoints" / "step-000001"
-    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    assert {name for name in metadata if name.startswith("model.")} == {f"model.hf.{name}" for name in ended}
-    assert {name.split(".hf.")[-1] for name in metadata if name.startswith("optimizer.state.")} <= {
-        f"{name}.{moment}" for name in ended for moment in ("step", "exp_avg", "exp_avg_sq")
-    }
-    state = json.loads((folder / "state.json").read_text("utf-8"))["model"]["lora"]
-    assert state["rank"] == 4 and state["alpha"] == 12.0 and state["target_modules"] == "all-linear"
-    assert state["base"] == str(checkpoints["llama"])
-    for ranks in (2, 3):
-        other = tmp_path / f"on-{ranks}"
-        shutil.copytree(folder, other / "checkpoints" / folder.name)
-        for found in workers.run(resumed, ranks, shorts, other, settings):
-            for name, value in ended.items():
-                if ranks == 2:
-                    assert torch.equal(found[name], value), name
-                torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
-
-
 def test_other_adapters_or_another_base_are_refused_on_resume(
     workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MODES["degree 1"], "train.steps=1", "checkpoint.every=1")
     workers.run(run_with_checkpoints, 1, shorts, tmp_path / "run", settings)
+    metadata = FileSystemReader(tmp_path / "run" / "checkpoints" / "step-000001").read_metadata().state_dict_metadata
+    assert all("lora_" in name for name in metadata if name.startswith("model."))
     other = tmp_path / "other"
     shutil.copytree(checkpoints["llama"], other)
     model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
@@ -98,7 +62,7 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
     shutil.copytree(checkpoints["llama"], moved)
     for change, message in (
         (["lora.rank=8"], "lora.rank is 8, was 4"),
-        (["lora.alpha=8"], r"lora.alpha is 8.0, was 12.0"),
+        (["lora.base=int8"], "lora.base is 'int8', was None"),
         (["lora.target_modules=[q_proj]"], r"lora.target_modules is \['q_proj'\], was 'all-linear'"),
         (["lora.rank=null", "lora.alpha=null"], "it has LoRA adapters: set lora.rank to 4"),
         ([f"model.from_pretrained={other}"], f"the weights of {other} differ from those of {checkpoints['llama']}"),
@@ -113,10 +77,11 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("base", ["null", "nf4"])
 def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
-    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, base: str
 ) -> None:
-    settings = settings_of(checkpoints["llama"], *MODES["degree 1"])
+    settings = settings_of(checkpoints["llama"], *MODES["degree 1"], f"lora.base={base}")
     plain = workers.run(run, 1, shorts, tmp_path / "plain", settings, 2)[0]["losses"]
     ((losses, graphs, breaks),) = workers.run(run_compiled, 1, shorts, tmp_path / "compiled", settings, 2)
     assert losses == pytest.approx(plain, rel=1e-6)
@@ -124,13 +89,12 @@ def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
 
 
 def test_the_frozen_base_is_bfloat16_and_adapters_float32(
-    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any]
+    workers: Workers, shorts: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    settings = settings_of(checkpoints["llama"], *MOST)
-    if "plain" not in known:
-        known["plain"] = workers.run(run, 2, shorts, tmp_path / "plain", settings, 3)[0]["losses"]
-    results = workers.run(run, 2, shorts, tmp_path / "bfloat16", [*settings, "train.dtype=bfloat16"], 3)
-    assert gathered_losses(results) == pytest.approx(known["plain"], rel=0.02)
+    settings = settings_of(checkpoints["llama"], *MODES["auto"])
+    plain = workers.run(run, 2, shorts, tmp_path / "plain", settings, 2)
+    results = workers.run(run, 2, shorts, tmp_path / "bfloat16", [*settings, "train.dtype=bfloat16"], 2)
+    assert gathered_losses(results) == pytest.approx(gathered_losses(plain), rel=0.02)
     for result in results:
         assert result["dtypes"] == ({"torch.bfloat16"}, {"torch.float32"})
         assert result["frozen stays"]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import Case, Parity, assert_same, covering, found, steps_of
+from tests.marks import slow_unless
+from tests.parity import OPTIONS, Case, Parity, assert_same, chosen, covering, found, options_of, steps_of
 from tests.workers import Workers
 
 
@@ -20,12 +21,19 @@ def parity(tmp_path_factory: pytest.TempPathFactory) -> Parity:
     return Parity((base.parent if "popen" in base.name else base) / "parity")
 
 
-MORE = [pytest.param(case, marks=pytest.mark.slow) for case in covering(8, tries=3) if case not in covering()]
+QUICK = chosen(covering(), 24)
+CASES = [*covering(), *(case for case in covering(8, tries=3) if case not in covering())]
 
 
-@pytest.mark.parametrize("case", [*covering(), *MORE], ids=str)
+def test_every_option_is_tried() -> None:
+    tried = set().union(*map(options_of, QUICK))
+    assert tried >= {(name, option) for name, options in OPTIONS.items() for option in options}
+    assert tried >= {("tied", True), ("experts", True), *((model, True) for model in OPTIONS["model"])}
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case in QUICK, CASES), ids=str)
 def test_same_as_one_plain_process(workers: Workers, parity: Parity, tmp_path: Path, case: Case) -> None:
-    """Every pair of options on up to four ranks; slow: on up to eight."""
+    """Every option; slow: every pair of options on up to four ranks, and on up to eight."""
     ours = found(workers, case, parity.checkpoint(case.model), parity.store(case.data), tmp_path)
     errors = assert_same(case, ours, parity.expected(case))
     if table := os.environ.get("PARITY_TABLE"):

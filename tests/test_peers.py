@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from longctx.parallel.peers import Peers
 from tests import launched
+from tests.marks import slow_unless
 from tests.test_agreement import arguments
 from tests.training_cases import make_store
 
@@ -143,9 +144,8 @@ def test_a_store_that_is_gone_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
+    ("how", "every"), slow_unless(lambda *case: case == (signal.SIGKILL, 1), [(signal.SIGKILL, 1), (signal.SIGSTOP, 1000)])
 )
-@pytest.mark.parametrize("every", [1, pytest.param(1000, marks=pytest.mark.slow)], ids=["saving", "training"])
 def test_the_survivors_of_a_run_name_the_one_that_is_gone(tmp_path: Path, how: signal.Signals, every: int) -> None:
     """Within the timeout of 20 s, and the run folder says how to go on."""
     given = arguments(tmp_path, make_store(tmp_path), "train.steps=100000", f"checkpoint.every={every}", "train.timeout_s=20")

@@ -30,41 +30,23 @@ def pipeline(ranks: int, chunks: int = 1) -> list[str]:
 
 
 HALF, STATIC = "batch.tokens_per_rank=750", ["context.mode=static", "context.degree=2"]
-INTERLEAVED = pipeline(2, 2)
-
-
-@pytest.mark.slow
-def test_untied_embeddings_at_the_ends_of_four_stages(workers: Workers, store: Path, tmp_path: Path) -> None:
-    untied = "model.tie_word_embeddings=false"
-    alone = workers.run(train, 1, store, tmp_path / "alone", [LAYERS, untied], 5)[0]
-    split = workers.run(train, 4, store, tmp_path / "split", [*pipeline(4), untied], 5)[0]
-    assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone], rel=1e-5)
-    assert [metrics.grad_norm for metrics in split] == pytest.approx([metrics.grad_norm for metrics in alone], rel=1e-4)
 
 
 TENSOR = "parallel.tensor_parallel_size=2"
 
 
+RESUMED = {
+    "into an interleaved one": ((1, [LAYERS]), (2, pipeline(2, 2))),
+    "into one with tensor ranks": ((3, [LAYERS, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), TENSOR])),
+    "from tensor ranks": ((6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), HALF])),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        pytest.param((2, pipeline(2)), (1, [LAYERS]), marks=pytest.mark.slow),
-        pytest.param((1, [LAYERS]), (2, INTERLEAVED), marks=pytest.mark.slow),
-        ((3, [LAYERS, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), TENSOR])),
-        pytest.param((6, [LAYERS, TENSOR, "batch.tokens_per_rank=500"]), (4, [*pipeline(2), HALF]), marks=pytest.mark.slow),
-    ],
-    ids=["from a pipeline", "into an interleaved one", "into one with tensor ranks", "from tensor ranks"],
-)
-def test_resume_under_another_split(
-    workers: Workers,
-    store: Path,
-    tmp_path: Path,
-    alone: list[StepMetrics],
-    saved: tuple[int, list[str]],
-    resumed: tuple[int, list[str]],
-) -> None:
+@pytest.mark.parametrize("way", RESUMED)
+def test_resume_under_another_split(workers: Workers, store: Path, tmp_path: Path, alone: list[StepMetrics], way: str) -> None:
     """Documents and losses equal those of one process that never stopped."""
+    saved, resumed = RESUMED[way]
     workers.run(training_cases.train_then_save, saved[0], store, tmp_path, saved[1], 1)
     found = workers.run(train, resumed[0], store, tmp_path, resumed[1], 2, True)[0]
     assert [(m.step, m.tokens, m.target_tokens) for m in found] == [(m.step, m.tokens, m.target_tokens) for m in alone[1:]]
@@ -80,11 +62,10 @@ def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path
         assert most <= 5
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_blocks_are_resharded_after_their_backward(workers: Workers, store: Path, tmp_path: Path, chunks: int) -> None:
+def test_blocks_are_resharded_after_their_backward(workers: Workers, store: Path, tmp_path: Path) -> None:
     """As without a pipeline, if the settings say so; otherwise all weights of a rank stay gathered for the step."""
     for when, expected in (("block", 0), ("step", 2)):
-        settings = [*pipeline(2, chunks), HALF, *STATIC, f"parallel.reshard_after={when}"]
+        settings = [*pipeline(2, 2), HALF, *STATIC, f"parallel.reshard_after={when}"]
         for gathered in workers.run(training_cases.gathered_blocks_in_a_pipeline, 4, store, tmp_path / when, settings):
             assert len(gathered) > 2
             assert max(gathered) == expected

@@ -24,7 +24,6 @@ from tests.workers import Workers
 WITHOUT = "parallel.tensor_parallel_size=1"
 TWO = "parallel.tensor_parallel_size=2"
 FOUR = "parallel.tensor_parallel_size=4"
-PIPELINE = "parallel.pipeline_parallel_size=2"
 UNTIED = "model.tie_word_embeddings=false"
 
 

@@ -22,19 +22,10 @@ from longctx.training.checks import check_model
 from longctx.training.data import RunData
 from longctx.training.objectives.objective import token_mean
 from tests.data_cases import byte_store, interrupt, made, random_plan, written
-from tests.marks import slow_unless
 from tests.template_cases import FAMILIES, chat
 from tests.training_cases import SMALL, load
-from tests.weight_cases import make_store, plain, records, run
+from tests.weight_cases import make_store, records, validation
 from tests.workers import Workers
-
-SPLITS = {
-    "one": (1, ["batch.tokens_per_rank=300"]),
-    "two": (2, ["batch.tokens_per_rank=150"]),
-    "three": (3, ["batch.tokens_per_rank=100"]),
-    "a pipeline": (2, ["batch.tokens_per_rank=300", "parallel.pipeline_parallel_size=2"]),
-    "two tensor ranks": (4, ["batch.tokens_per_rank=150", "parallel.tensor_parallel_size=2"]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -170,21 +161,10 @@ def test_every_label_has_its_weight_on_some_rank(weighted: Path, seed: int, rank
     assert [*divisors] == pytest.approx([wanted.sum() or 1.0])
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "three", SPLITS))
-def test_loss_and_gradients_are_those_of_one_process_in_float64(
-    workers: Workers, weighted: Path, tmp_path: Path, name: str
-) -> None:
-    ranks, settings = SPLITS[name]
-    results = workers.run(run, ranks, weighted, tmp_path / "run", settings)
-    found = results[0]
-    first, made = ({k: v for result in results for k, v in result[key].items()} for key in ("first", "gradients"))
-    assert name in ("one", "a pipeline") or any(int(degree) > 1 for degree in found["degrees"]), "documents are split"
-    loss, gradients = plain(weighted, first, found["spans"])
-    assert found["loss"] == pytest.approx(loss, rel=1e-6)
-    assert made.keys() == gradients.keys()
-    for parameter, gradient in gradients.items():
-        torch.testing.assert_close(made[parameter].double(), gradient, rtol=1e-4, atol=1e-6)
-    assert found["validation"] == pytest.approx(plain(weighted, first, found["validated"])[0], rel=1e-6)
+def test_the_loss_of_validation_is_that_of_one_process_in_float64(workers: Workers, weighted: Path, tmp_path: Path) -> None:
+    """`tests.parity` compares losses and gradients of training."""
+    for found, expected in workers.run(validation, 3, weighted, tmp_path / "run", ["batch.tokens_per_rank=100"]):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_cannot_be_weighted_is_refused(weighted: Path) -> None:

@@ -127,7 +127,7 @@ def test_windows_sinks_and_linear_attention(workers: Workers, tmp_path: Path, ki
     assert max(runs[0]["degrees"]) >= 2
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("bert", 2), ("roberta", 2), ("modernbert", 3)])
+@pytest.mark.parametrize(("kind", "ranks"), [("roberta", 2), ("modernbert", 3)])
 def test_encoders_predict_masked_tokens(workers: Workers, tmp_path: Path, kind: str, ranks: int) -> None:
     """Labels in their own places, attention in both directions, positions that begin behind padding's, windows; predictions."""
     runs = workers.run(train, ranks, tmp_path, kind, 1, True, PREDICTING)
@@ -212,46 +212,37 @@ def test_smoothed_labels(workers: Workers, tmp_path: Path, kind: str) -> None:
     assert max(runs[0]["degrees"]) >= 2
 
 
-def test_metrics_of_conversations(workers: Workers, tmp_path: Path) -> None:
-    runs = workers.run(finetune, 2, tmp_path, 1, True, PREDICTING)
-    assert_equal(runs, plain(workers, tmp_path, finetune, PREDICTING))
-
-
 def test_fully_sharded(workers: Workers, tmp_path: Path) -> None:
     runs = workers.run(train, 2, tmp_path, "qwen2", 1, True, FSDP2)
     assert_equal(runs, plain(workers, tmp_path, train, "qwen2", {}))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "accumulation", "options"),
-    [
-        pytest.param(2, 2, {}, marks=pytest.mark.slow),
-        pytest.param(3, 1, {}, marks=pytest.mark.slow),
-        (2, 1, {"lora": True, "gradient_checkpointing": True}),
-        pytest.param(2, 1, {"lora": "dora"}, marks=pytest.mark.slow),
-        pytest.param(2, 1, {"loss_type": "dft"}, marks=pytest.mark.slow),
-    ],
-    ids=["two ranks", "three ranks", "adapters", "dora", "dft"],
-)
-def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int, options: dict[str, Any]) -> None:
-    """Conversations of which only the assistant's turns have a loss; metrics of TRL included."""
+SFT: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "adapters": (2, 1, {"lora": True, "gradient_checkpointing": True, **PREDICTING}),
+    "accumulation": (2, 2, {}),
+    "dora": (2, 1, {"lora": "dora"}),
+    "dft": (3, 1, {"loss_type": "dft"}),
+}
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case == "adapters", SFT))
+def test_sft(workers: Workers, tmp_path: Path, case: str) -> None:
+    """Conversations of which only the assistant's turns have a loss; metrics of TRL and own ones included."""
+    ranks, accumulation, options = SFT[case]
     runs = workers.run(finetune, ranks, tmp_path, accumulation, True, options)
     assert_equal(runs, plain(workers, tmp_path, finetune, options))
     assert max(runs[0]["degrees"]) >= 2
 
 
-@pytest.mark.parametrize(
-    "packing",
-    [
-        pytest.param({"packing": True, "packing_strategy": "bfd", "max_length": LONGEST + 8}, marks=pytest.mark.slow),
-        {"padding_free": True},
-    ],
-    ids=["bfd", "padding free"],
-)
-def test_rows_that_trl_packs_become_documents_again(workers: Workers, tmp_path: Path, packing: dict[str, Any]) -> None:
+PACKING = {"padding free": {"padding_free": True}}
+PACKING["bfd"] = {"packing": True, "packing_strategy": "bfd", "max_length": LONGEST + 8}
+
+
+@pytest.mark.parametrize("packing", slow_unless(lambda packing: packing == "padding free", PACKING))
+def test_rows_that_trl_packs_become_documents_again(workers: Workers, tmp_path: Path, packing: str) -> None:
     """An epoch is one step, whose last rows repeat the first ones: without flash-attn, plain TRL attends across documents."""
-    options = {"eval_strategy": "no", "per_device_train_batch_size": 24}
-    ours, apart = (workers.run(finetune, 2, tmp_path, 1, True, {**options, **more})[0] for more in (packing, {}))
+    options = {"eval_strategy": "no", "per_device_train_batch_size": 24, "num_train_epochs": 1}
+    ours, apart = (workers.run(finetune, 2, tmp_path, 1, True, {**options, **more})[0] for more in (PACKING[packing], {}))
     for plans in zip(ours["plans"], apart["plans"], strict=True):
         assert sorted(plans[0]) == sorted(plans[1]) and len(plans[0]) == DOCUMENTS
     for name in ("loss", "grad_norm", "num_tokens"):
@@ -275,39 +266,24 @@ def test_a_run_resumes_bit_by_bit_and_on_other_ranks(workers: Workers, tmp_path:
 WHOLE_BATCHES = {"tokens_per_rank": 8 * LONGEST, "mode": "static", "degree": 2}
 """A budget with which a call is one micro-batch, whose graph is kept; otherwise there are several, which are recomputed."""
 
+SEQUENCES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dpo": ("DPO", 3, {}),
+    "dpo apart": ("DPO", 2, {"budget": {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}}),
+    "dpo with adapters": ("DPO", 2, {"budget": WHOLE_BATCHES, "lora": True}),
+    "dpo fully sharded": ("DPO", 2, FSDP2),
+    "dpo with the reference first": ("DPO", 1, {"budget": {"tokens_per_rank": 200}, "precompute_ref_log_probs": True}),
+    "kto": ("KTO", 2, {}),
+    "grpo with kl": ("GRPO", 2, {"beta": 0.04}),
+    "grpo on two": ("GRPO", 2, {"budget": WHOLE_BATCHES}),
+    "rloo": ("RLOO", 2, {"num_iterations": 2, "num_generations": 4, "steps_per_generation": 2}),
+}
+QUICK = ("dpo with adapters", "dpo with the reference first", "kto", "grpo on two")
 
-APART = {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}
 
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "options"),
-    [
-        pytest.param("DPO", 3, {}, marks=pytest.mark.slow),
-        pytest.param(
-            "DPO", 2, {"budget": {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}}, marks=pytest.mark.slow
-        ),
-        ("DPO", 2, {"budget": WHOLE_BATCHES, "lora": True}),
-        pytest.param("DPO", 2, FSDP2, marks=pytest.mark.slow),
-        ("DPO", 1, {"budget": {"tokens_per_rank": 200}, "precompute_ref_log_probs": True}),
-        ("KTO", 2, {}),
-        pytest.param("GRPO", 2, {"beta": 0.04}, marks=pytest.mark.slow),
-        ("GRPO", 3, {"budget": WHOLE_BATCHES | {"degree": 3}}),
-        pytest.param("RLOO", 2, {"num_iterations": 2, "num_generations": 4, "steps_per_generation": 2}, marks=pytest.mark.slow),
-    ],
-    ids=[
-        "dpo",
-        "dpo apart",
-        "dpo with adapters",
-        "dpo fully sharded",
-        "dpo with the reference first",
-        "kto",
-        "grpo with kl",
-        "grpo on three",
-        "rloo",
-    ],
-)
-def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, kind: str, ranks: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", slow_unless(lambda case: case in QUICK, SEQUENCES))
+def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, case: str) -> None:
     """The same rows of every rank, completions included, as in plain training on as many ranks."""
+    kind, ranks, options = SEQUENCES[case]
     plain_options = {name: value for name, value in options.items() if name not in ("budget", *FSDP2)}
     theirs = workers.run(prefer, ranks, tmp_path / "plain", kind, False, plain_options)
     ours = workers.run(prefer, ranks, tmp_path / "ours", kind, True, options)
@@ -452,34 +428,40 @@ def with_head(name: str) -> Any:
     return getattr(transformers, name)(model("bert" if "Bert" in name else "qwen2").config)
 
 
+HEADS = ("BertForSequenceClassification", "BertForTokenClassification", "Qwen2ForSequenceClassification")
+
+
 @pytest.mark.parametrize(
-    ("change", "options", "message"),
+    ("of", "options", "message"),
     [
-        ({"of": with_attention_dropout}, {}, r"attention_dropout is 0.1 in the model's config, which no kernel.*set it to 0"),
+        (with_attention_dropout, {}, r"attention_dropout is 0.1 in the model's config, which no kernel.*set it to 0"),
         *(
-            ({"of": partial(with_head, name)}, {}, f"{name} has a head that is not for the next token.*encoder_heads.py")
-            for name in ("BertForSequenceClassification", "BertForTokenClassification", "Qwen2ForSequenceClassification")
+            (partial(with_head, name), {}, f"{name} has a head that is not for the next token.*encoder_heads.py")
+            for name in HEADS
         ),
-        ({}, {"accelerator_config": {"even_batches": False}}, "even_batches is False.*set it to True"),
-        ({}, {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True.*omit it"),
-        ({}, {"torch_compile": True}, "torch_compile is True"),
-    ],
-    ids=[
-        "attention dropout",
-        "BERT",
-        "tokens",
-        "Qwen",
-        "even batches",
-        "dispatched batches",
-        "compile",
+        (model, {"accelerator_config": {"even_batches": False}}, "even_batches is False.*set it to True"),
+        (model, {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True.*omit it"),
+        (model, {"torch_compile": True}, "torch_compile is True"),
     ],
 )
-def test_what_cannot_be_exact_is_refused(tmp_path: Path, change: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    ours = trainer(tmp_path, **{name: make() for name, make in change.items()}, **options)
+def test_what_cannot_be_exact_is_refused(tmp_path: Path, of: Callable[[], Any], options: dict[str, Any], message: str) -> None:
+    ours = trainer(tmp_path, of=of(), **options)
     attention = ours.model.config._attn_implementation
     with pytest.raises(TrainerError, match=message):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     assert ours.model.config._attn_implementation == attention
+
+
+def as_trl(name: str) -> Callable[[Any], None]:
+    """Makes a trainer one of TRL's, by its class alone."""
+
+    def change(ours: Any) -> None:
+        import trl
+
+        module = f"trl.trainer.{name.removesuffix('Trainer').lower()}_trainer"
+        ours.__class__ = type(name, (getattr(trl, name),), {"__module__": module})
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -493,8 +475,24 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path, change: dict[str, Any],
         (lambda ours: setattr(ours, "get_tp_size", lambda: 8), "tp_size is 8: leave it at 1"),
         (lambda ours: setattr(ours, "model_init", model), "model_init builds another model.*pass model=model_init"),
         (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "takes no num_items_in_batch"),
+        (as_trl("RewardTrainer"), "RewardTrainer is not supported: use transformers.Trainer, SFTTrainer, DPOTrainer"),
+        (
+            lambda ours: (as_trl("SFTTrainer")(ours), setattr(ours.args, "label_smoothing_factor", 0.1)),
+            "label_smoothing_factor is 0.1, which is not supported: omit it",
+        ),
     ],
-    ids=["liger", "DataParallel", "DeepSpeed", "cp", "sp", "tp", "model_init", "other loss"],
+    ids=[
+        "liger",
+        "DataParallel",
+        "DeepSpeed",
+        "cp",
+        "sp",
+        "tp",
+        "model_init",
+        "other loss",
+        "other of TRL",
+        "smoothing in TRL",
+    ],
 )
 def test_settings_that_are_refused(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
     ours = trainer(tmp_path)
@@ -552,15 +550,6 @@ def test_methods_that_would_be_hidden_are_refused(tmp_path: Path, name: str, mes
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
-def test_other_trainers_of_trl_are_refused_by_name(tmp_path: Path) -> None:
-    from trl import RewardTrainer
-
-    ours = trainer(tmp_path)
-    ours.__class__ = type("RewardTrainer", (RewardTrainer,), {"__module__": "trl.trainer.reward_trainer"})
-    with pytest.raises(TrainerError, match=r"RewardTrainer is not supported: use transformers.Trainer, SFTTrainer, DPOTrainer"):
-        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
-
-
 def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: Path) -> None:
     import datasets
 
@@ -575,15 +564,6 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
     dynamic_context_parallel(streamed, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
     with pytest.raises(TrainerError, match=r"has 90 tokens.*shorten the documents, as SFTConfig's max_length does"):
         streamed.train()
-
-
-def test_smoothed_labels_in_trainers_of_trl_are_refused(tmp_path: Path) -> None:
-    from trl import SFTTrainer
-
-    ours = trainer(tmp_path, label_smoothing_factor=0.1)
-    ours.__class__ = type("SFTTrainer", (SFTTrainer,), {"__module__": "trl.trainer.sft_trainer"})
-    with pytest.raises(TrainerError, match=r"label_smoothing_factor is 0.1, which is not supported: omit it"):
-        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
 def test_a_version_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

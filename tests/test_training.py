@@ -34,38 +34,6 @@ from tests import launched, training_cases
 from tests.training_cases import SMALL, make_store, pretend_checkpoints, steps_in, train, train_and_save, train_then_save
 from tests.workers import Workers
 
-OPTIONS = [
-    *("model.qkv_bias=true", "model.qk_norm=true", "model.sliding_window=40", "model.full_attention_every=2"),
-    *("model.rope_scaling=llama3", "model.rope_factor=4", "model.rope_original_length=64"),
-]
-"""Of the decoder, all at once; two layers, the first with a window."""
-SHORT = ["data.max_length=375", "batch.global_tokens=1500"]
-"""Windows take the reference kernel on CPUs, whose time is quadratic in all tokens of a rank."""
-
-
-@pytest.fixture(scope="module")
-def alone_with_options(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
-    settings = [*OPTIONS, *SHORT, "batch.tokens_per_rank=375"]
-    return workers.run(train, 1, store, tmp_path_factory.mktemp("options"), settings, 2)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        (3, ["batch.tokens_per_rank=126"]),
-        (2, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=376", "train.recompute=full"]),
-        (2, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=375"]),
-        (2, ["context.ulysses_degree=2", "batch.tokens_per_rank=188", "train.recompute=selective"]),
-    ],
-)
-def test_options_of_the_decoder_do_not_depend_on_the_split(
-    workers: Workers, store: Path, alone_with_options: list[StepMetrics], tmp_path: Path, ranks: int, settings: list[str]
-) -> None:
-    split = workers.run(train, ranks, store, tmp_path, [*OPTIONS, *SHORT, *settings], 2)[0]
-    assert [m.loss for m in split] == pytest.approx([m.loss for m in alone_with_options], rel=1e-5)
-    assert [m.grad_norm for m in split] == pytest.approx([m.grad_norm for m in alone_with_options], rel=1e-4)
-
 
 def test_one_process_learns(alone: list[StepMetrics]) -> None:
     assert alone[-1].loss < 0.8 * alone[0].loss
@@ -88,20 +56,6 @@ def test_bfloat16_follows_float32(
     assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone[:2]], rel=2e-2)
     assert [metrics.loss for metrics in split] != pytest.approx([metrics.loss for metrics in alone[:2]], rel=1e-6)
     assert [metrics.grad_norm for metrics in split] == pytest.approx([m.grad_norm for m in alone[:2]], rel=5e-2)
-
-
-@pytest.mark.slow
-def test_resume(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """Bit-identical to another run on the same number of ranks; the same documents, and losses to 1e-5, on others."""
-    settings = ["batch.tokens_per_rank=500"]
-    whole = workers.run(train, 3, store, tmp_path / "whole", settings, 3)[0]
-    workers.run(train_then_save, 3, store, tmp_path / "saved", settings, 1)
-    again = workers.run(train, 3, store, tmp_path / "saved", settings, 2, True)[0]
-    assert [(m.step, m.loss, m.grad_norm) for m in again] == [(m.step, m.loss, m.grad_norm) for m in whole[1:]]
-    for ranks, budget in ((1, 1500), (2, 750)):
-        other = workers.run(train, ranks, store, tmp_path / "saved", [f"batch.tokens_per_rank={budget}"], 2, True)[0]
-        assert [(m.step, m.tokens, m.target_tokens) for m in other] == [(m.step, m.tokens, m.target_tokens) for m in again]
-        assert [m.loss for m in other] == pytest.approx([m.loss for m in again], rel=1e-5)
 
 
 def test_resume_on_fewer_ranks_that_hold_every_document(workers: Workers, store: Path, tmp_path: Path) -> None:
@@ -186,7 +140,7 @@ def test_resume_if_any(
     assert found == [None, 4]
 
 
-@pytest.mark.parametrize(("when", "later"), [("block", 0), ("micro_batch", 0), ("step", 2)])
+@pytest.mark.parametrize(("when", "later"), [("block", 0), ("step", 2)])
 def test_weights_stay_gathered_as_configured(workers: Workers, store: Path, tmp_path: Path, when: str, later: int) -> None:
     settings = [f"parallel.reshard_after={when}", "batch.tokens_per_rank=750"]
     for gathered in workers.run(training_cases.gathered_blocks, 2, store, tmp_path, settings):
@@ -299,10 +253,9 @@ def test_gradients_are_reduced_in_float32(workers: Workers, store: Path, tmp_pat
     [
         ("loss", [2], [], [False], ["step 2: loss is nan", ".py"]),
         ("gradient", [1], [], [], ["gradient norm is nan"]),
-        ("gradient", [2, 4, 5], ["train.on_nonfinite=skip"], [False, True, False, True, True, False], []),
         (
-            *("gradient", [2, 3, 4, 5], ["train.on_nonfinite=skip"], [False, True, True, True]),
-            ["step 5: loss is", "gradient norm is nan, after 3 skipped steps"],
+            *("gradient", [2, 4, 5, 6, 7], ["train.on_nonfinite=skip"], [False, True, False, True, True, True]),
+            ["step 7: loss is", "gradient norm is nan, after 3 skipped steps"],
         ),
     ],
 )
@@ -324,7 +277,6 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(
 @pytest.mark.parametrize(
     "settings",
     [
-        [],
         ["parallel.pipeline_parallel_size=2"],
         ["model.preset=tiny-moe", "model.moe_intermediate_size=32", "model.shared_expert_intermediate_size=32"],
     ],

@@ -13,9 +13,9 @@ from longctx.attention.masks import MaskError
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import Tree, TreeError
 from tests import linear_cases
-from tests.attention_cases import Case, gather, run_case
+from tests.attention_cases import Case, assert_exact, gather, relative_errors, run_case
 from tests.marks import examples
-from tests.test_attention import relative_errors, swapped
+from tests.test_attention import swapped
 from tests.tree_cases import TURNS, levels, masks, one_by_one, sequences, tree_cases, trees
 from tests.workers import Workers
 
@@ -23,13 +23,10 @@ several_ranks = settings(max_examples=examples(25), deadline=None, suppress_heal
 
 
 def check(workers: Workers, case: Case) -> None:
-    got, exact = gather(case, workers.run(run_case, case.ranks, case)), one_by_one(case)
-    # With a single key, gradients of q and k are exactly 0 in float64: compare with the size of the inputs instead.
-    for error, part, reference in zip(relative_errors(got, exact), got, exact, strict=True):
-        assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6
+    assert_exact(gather(case, workers.run(run_case, case.ranks, case)), one_by_one(case))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, 5])
 @several_ranks
 @given(data=st.data())
 def test_equals_every_sequence_alone(workers: Workers, ranks: int, data: st.DataObject) -> None:

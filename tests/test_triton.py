@@ -31,7 +31,6 @@ from triton import OutOfResources
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and version("triton").startswith("3.6."):
     pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4", allow_module_level=True)
-DEVICE_CODE = "longctx.attention.kernels.triton_device"
 
 
 @pytest.fixture(autouse=True)
@@ -104,16 +103,16 @@ OFFSET = (Segment(0, 40, 20, 100, lo=5, hi=44), Segment(40, 90, 100, 160, lo=-3)
     "inputs",
     [
         Inputs(CAUSAL),
-        Inputs(DENSE, heads=6, kv_heads=2),
+        Inputs(DENSE, heads=4, kv_heads=2),
         Inputs(WINDOWS),
         Inputs(OFFSET, heads=2, kv_heads=2),
         Inputs(WINDOWS, softcap=0.7),
-        Inputs(CAUSAL, dim=24, v_dim=40),
-        Inputs(CAUSAL, dim=96, v_dim=16, heads=1),
+        Inputs(CAUSAL, dim=24, v_dim=40, heads=1),
+        pytest.param(Inputs(CAUSAL, dim=96, v_dim=16, heads=1), marks=pytest.mark.slow),
         Inputs(DENSE, dim=192, v_dim=128, heads=1, scale=0.1),
         Inputs(DENSE, dim=8, v_dim=3),
-        Inputs(OFFSET, dtype=torch.float16, dim=64, v_dim=64),
-        Inputs(CAUSAL, dtype=torch.float16, softcap=2.0),
+        pytest.param(Inputs(OFFSET, dtype=torch.float16, dim=64, v_dim=64), marks=pytest.mark.slow),
+        Inputs(CAUSAL, dtype=torch.float16, softcap=2.0, heads=1),
         Inputs(WINDOWS, dtype=torch.bfloat16, dim=80, v_dim=80),
         Inputs((Segment(3, 3, 0, 4), Segment(0, 4, 5, 5))),
         Inputs(()),
@@ -139,7 +138,7 @@ def random_inputs(draw: st.DrawFn) -> Inputs:
 
 
 @given(inputs=random_inputs())
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 def test_random_segments_equal_reference(inputs: Inputs) -> None:
     assert_equals_reference(inputs)
 
@@ -183,6 +182,7 @@ def test_most_blocks_need_no_mask() -> None:
     )
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after the other")
 def test_two_runs_are_bit_identical() -> None:
     inputs = Inputs(WINDOWS, heads=4, kv_heads=2, dtype=torch.float16)
     first, second = (run("triton", inputs, inputs.tensors()) for _ in range(2))
@@ -191,7 +191,7 @@ def test_two_runs_are_bit_identical() -> None:
 
 def test_strided_inputs() -> None:
     """Views into larger rows, heads before tokens, and an expanded gradient give the same results."""
-    inputs = Inputs(CAUSAL, heads=4, kv_heads=2, dim=16, v_dim=32)
+    inputs = Inputs(CAUSAL[:1], heads=4, kv_heads=2, dim=16, v_dim=32)
     dout, q, k, v = inputs.tensors()
     dout = torch.ones(()).expand(dout.shape)
     packed = torch.cat([k.flatten(1), v.flatten(1)], dim=1)

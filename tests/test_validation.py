@@ -26,39 +26,23 @@ from tests.workers import Workers
 SHARE = 0.15
 EVERY_TWO = ["eval.every=2", f"data.held_out={SHARE}", "train.steps=3", "checkpoint.every=null", "optimizer.warmup_steps=1"]
 SPLITS = {
-    "alone": (1, ["batch.tokens_per_rank=1500"]),
-    "two ranks": (2, ["batch.tokens_per_rank=750"]),
-    "three ranks": (3, ["batch.tokens_per_rank=500"]),
-    "gathered all step": (2, ["batch.tokens_per_rank=750", "parallel.reshard_after=step"]),
+    "three ranks, gathered all step": (3, ["batch.tokens_per_rank=500", "parallel.reshard_after=step"]),
     "reduced after each micro-batch": (2, ["batch.tokens_per_rank=750", "parallel.reduce_after=micro_batch"]),
-    "recompute": (2, ["batch.tokens_per_rank=750", "train.recompute=selective"]),
-    "two tensor ranks": (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750"]),
+    "two tensor ranks": (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750", "train.recompute=selective"]),
     "a pipeline": (2, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=1500"]),
-    "a pipeline in chunks": (
-        2,
-        [
-            *("parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2"),
-            *("model.num_hidden_layers=4", "batch.tokens_per_rank=1500"),
-        ],
-    ),
+    "a pipeline in chunks": (2, ["parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2"]),
 }
+LAYERS = "model.num_hidden_layers=4"
 
 
 Rows = list[dict[str, object]]
 
 
 @pytest.fixture(scope="module")
-def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Rows]:
-    """Returns the rows of one process, by number of layers."""
-    folder = tmp_path_factory.mktemp("alone")
-
-    class ByLayers(dict[int, Rows]):
-        def __missing__(self, layers: int) -> Rows:
-            settings = ["batch.tokens_per_rank=1500", f"model.num_hidden_layers={layers}"]
-            self[layers] = workers.run(run, 1, store, folder / str(layers), settings)[0]
-            return self[layers]
-
-    return ByLayers()
+def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Returns the rows of one process."""
+    rows: Rows = workers.run(run, 1, store, tmp_path_factory.mktemp("alone"), ["batch.tokens_per_rank=1500", LAYERS])[0]
+    return rows
 
 
 def run(store: Path, folder: Path, settings: list[str]) -> Rows:
@@ -70,13 +54,13 @@ def run(store: Path, folder: Path, settings: list[str]) -> Rows:
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "a pipeline", SPLITS))
 def test_the_loss_is_that_of_one_process_and_training_is_not_affected(
-    workers: Workers, store: Path, alone: dict[int, Rows], tmp_path: Path, name: str
+    workers: Workers, store: Path, alone: Rows, tmp_path: Path, name: str
 ) -> None:
     ranks, settings = SPLITS[name]
-    reference_rows = alone[4 if "model.num_hidden_layers=4" in settings else 2]
+    settings = [*settings, LAYERS]
     rows = workers.run(run, ranks, store, tmp_path / "with", settings)[0]
     assert [row["validation_loss"] is None for row in rows] == [True, False, False], "after step 2, and at the end"
-    for row, reference in zip(rows[1:], reference_rows[1:], strict=True):
+    for row, reference in zip(rows[1:], alone[1:], strict=True):
         assert row["validation_loss"] == pytest.approx(reference["validation_loss"], rel=1e-5)
         assert row["validation_tokens"] == reference["validation_tokens"]
     without = workers.run(run, ranks, store, tmp_path / "without", [*settings, "eval.every=null"])[0]

@@ -39,13 +39,10 @@ def assert_step(runs: list[dict[str, Any]], expected: dict[str, Any]) -> None:
             assert error <= 1e-4 * float(gradient.norm()) + 1e-6 * norm, (name, error, float(gradient.norm()))
 
 
-QUICK = {("qwen2_5_vl", 1), ("qwen3_vl", 3), ("gemma3", 3)}
+QUICK = {("qwen2_5_vl", 1), ("qwen3_vl", 3), ("gemma3", 3), ("llava", 2)}
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks"),
-    slow_unless(lambda *case: case in QUICK or case[1] == 2, product(VISION_FAMILIES, (1, 2, 3))),
-)
+@pytest.mark.parametrize(("family", "ranks"), slow_unless(lambda *case: case in QUICK, product(VISION_FAMILIES, (1, 2, 3))))
 def test_a_step_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
     model = vision_cases.save_model(tmp_path / "model", family)
     (expected,) = workers.run(train, 1, tmp_path / "plain", model, family, False, {})
@@ -53,8 +50,9 @@ def test_a_step_is_that_of_single_documents(workers: Workers, tmp_path: Path, fa
     assert_step(runs, expected)
 
 
-@pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, [1, 2, 3]))
-@pytest.mark.parametrize("family", video_cases.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "ranks"), slow_unless(lambda *case: case == ("qwen2_5_vl", 3), product(video_cases.FAMILIES, (1, 2, 3)))
+)
 def test_a_step_with_videos_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
     """Images and videos in a document, and documents without, cut by the edges of rings."""
     model = vision_cases.save_model(tmp_path / "model", family)
@@ -65,20 +63,12 @@ def test_a_step_with_videos_is_that_of_single_documents(workers: Workers, tmp_pa
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]}
 RECOMPUTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fully sharded": ("qwen3_vl", {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}),
-    "videos, fully sharded": (
+    "images and videos, fully sharded": (
         "qwen3_vl",
         {"videos": True, "fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED, "gradient_checkpointing": True},
     ),
     "first layers frozen": ("qwen3_vl", {"frozen": r"language_model\.(embed|layers\.0)"}),
-    "recomputed": (
-        "gemma3",
-        {
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False},
-            "ddp_find_unused_parameters": True,
-        },
-    ),
+    "recomputed": ("gemma3", {**RECOMPUTED, "ddp_find_unused_parameters": True}),
 }
 
 
@@ -91,24 +81,18 @@ def test_a_step_is_the_same_in_every_way(workers: Workers, tmp_path: Path, way: 
     assert_step(workers.run(train, 3, tmp_path / "ours", model, family, True, options), expected)
 
 
-ADAPTERS = {"lora": r".*language_model.*\.(q_proj|v_proj)"}
+SFT: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "images": ("llava", 2, {}),
+    "adapters": ("gemma3", 2, {"lora": r".*language_model.*\.(q_proj|v_proj)"}),
+    "videos": ("qwen2_5_vl", 3, {"videos": True}),
+    "adapters on the encoder": ("qwen2_vl", 2, {"lora": "all-linear"}),
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "options"),
-    [
-        pytest.param("llava", 2, {}, marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", 3, {}, marks=pytest.mark.slow),
-        pytest.param("gemma3", 2, ADAPTERS, marks=pytest.mark.slow),
-        ("qwen2_5_vl", 2, {"videos": True}),
-        pytest.param("qwen2_vl", 2, {"lora": "all-linear"}, marks=pytest.mark.slow),
-    ],
-    ids=["llava", "qwen3_vl", "adapters", "videos", "adapters on the encoder"],
-)
-def test_sft_with_the_collator_of_trl(
-    workers: Workers, tmp_path: Path, family: str, ranks: int, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", slow_unless(lambda case: case == "images", SFT))
+def test_sft_with_the_collator_of_trl(workers: Workers, tmp_path: Path, case: str) -> None:
     """An epoch, whose last step is not full, and an evaluation; logs, metrics and weights."""
+    family, ranks, options = SFT[case]
     model = vision_cases.save_checkpoint(tmp_path / "model", family)
     (expected,) = workers.run(finetune, 1, tmp_path / "plain", model, family, False, options)
     runs = workers.run(finetune, ranks, tmp_path / "ours", model, family, True, options)
@@ -116,9 +100,10 @@ def test_sft_with_the_collator_of_trl(
     assert max(runs[0]["degrees"]) >= 2
 
 
-@pytest.mark.parametrize(
-    ("family", "mark"), [("llava", "<image>"), ("qwen2_vl", "<|image_pad|>"), ("gemma3", "<start_of_image>")]
-)
+MARKS = [("llava", "<image>"), ("qwen2_vl", "<|image_pad|>"), ("gemma3", "<start_of_image>")]
+
+
+@pytest.mark.parametrize(("family", "mark"), slow_unless(lambda family, _: family == "llava", MARKS))
 def test_images_that_a_camera_turned_and_marks_in_texts(tmp_path: Path, family: str, mark: str) -> None:
     """An image is upright by its EXIF orientation, as in plain TRL; the mark of an image in a text needs one too."""
     model = vision_cases.save_checkpoint(tmp_path / "model", family)
@@ -139,7 +124,7 @@ def test_images_that_a_camera_turned_and_marks_in_texts(tmp_path: Path, family: 
             trainer.train()
 
 
-@pytest.mark.parametrize(("freeze", "share"), [(None, 1.0), (".visual.", 0.0)], ids=["trained", "frozen"])
+@pytest.mark.parametrize(("freeze", "share"), slow_unless(lambda freeze, _: freeze is None, [(None, 1.0), (".visual.", 0.0)]))
 def test_a_step_is_balanced_by_the_work_of_images(workers: Workers, tmp_path: Path, freeze: str | None, share: float) -> None:
     """The busiest rank computes 1.00 times the mean instead of 1.37 times, or 1.25 times if the encoder is frozen."""
     large = {**vision_cases.CONFIGS["qwen2_5_vl"]["vision_config"], "depth": 16}

@@ -80,6 +80,12 @@ def pretend_checkpoints(run: Path, *steps: int) -> None:
         state.write_text(json.dumps(sealed({"step": step, "files": {}, "checksums": {}})))
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """Returns a copy of a tensor, or of all shards of one."""
+    copied: torch.Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return copied
+
+
 def steps_in(run: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, but not one that is being written."""
     path = run / "metrics.jsonl"
@@ -161,7 +167,7 @@ def steps_not_finite(store: Path, run: Path, what: str, spoiled: list[int], sett
 
     with pytest.MonkeyPatch.context() as patch, trainer.loader:
         patch.setattr(Passes, "forward_backward", spoil)
-        while len(skipped) < 6 and not error:
+        while len(skipped) < 7 and not error:
             before = [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
             try:
                 skipped.append(trainer.step().skipped)

@@ -1,12 +1,10 @@
 """Stores whose messages and tokens have weights, runs over them, and the weighted loss of one process in float64."""
 
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from longctx.attention import RingAttention
@@ -16,8 +14,7 @@ from longctx.data.store.prepare import prepare
 from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan, text_of, write_jsonl
-from tests.lora_cases import whole
-from tests.training_cases import SMALL, start
+from tests.training_cases import SMALL, start, whole
 
 SETTINGS = ["data.max_length=300", "data.long_documents=split", "batch.global_tokens=2400", "train.steps=1", "eval.every=1"]
 SETTINGS += ["optimizer.warmup_steps=0", "optimizer.clip_grad_norm=null", "checkpoint.every=null", "data.held_out=0.2"]
@@ -47,48 +44,33 @@ def make_store(folder: Path, given: list[dict[str, Any]], name: str = "weighted"
     return folder / name
 
 
-def run(store: Path, folder: Path, settings: list[str]) -> dict[str, Any]:
-    """On each rank: one step with validation, its gradients, the weights before it, and the spans that it took."""
-    trainer, found = start(store, folder, [*SETTINGS, *settings]), dict[str, Any]()
-    found["first"] = {name: whole(weight) for name, weight in trainer.model.named_parameters()}
-    found["spans"] = [(piece.document, piece.start, piece.stop) for piece in trainer.loader.sampler.step(0)[0]]
+def validation(store: Path, folder: Path, settings: list[str]) -> tuple[float, float]:
+    """On each rank: the loss of validation before the first step, and Σ weight · -log p / Σ weight over documents apart."""
+    trainer = start(store, folder, [*SETTINGS, *settings])
+    trainer.loader.close()
     assert trainer.validator is not None
-    found["validation"] = trainer.validator.validate().validation_loss
     pieces = trainer.validator.documents.pieces
-    found["validated"] = [(piece.document, piece.start, piece.stop) for piece in pieces]
-
-    def look(*_: Any) -> None:
-        found["gradients"] = {name: whole(weight.grad) for name, weight in trainer.model.named_parameters()}
-
-    trainer.optimizer.register_step_pre_hook(look)
-    trainer.train()
-    dist.barrier()  # rank 0 writes the metrics
-    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    return {**found, **{key: row[key] for key in ("loss", "degrees", "target_tokens")}}
+    first = {name: whole(weight) for name, weight in trainer.model.named_parameters()}
+    return trainer.validator.validate().validation_loss, plain(store, first, [(p.document, p.start, p.stop) for p in pieces])
 
 
-def plain(
-    path: Path, first: dict[str, torch.Tensor], spans: list[tuple[int, int, int]]
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Returns Σ weight · -log p / Σ weight over documents apart, and its gradients, in float64, by what the records say."""
+@torch.no_grad()
+def plain(path: Path, first: dict[str, torch.Tensor], spans: list[tuple[int, int, int]]) -> float:
+    """Returns the loss in float64, by what the records say."""
     store = Store.open(path)
     settings = [*SMALL, f"data.store={path}", f"model.vocab_size={store.tokenizer.vocab_size}"]
     model = load(None, settings).model_source().build().double()
     model.load_state_dict({name: weight.double() for name, weight in first.items()}, strict=False)
-    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    total = weight = 0.0
     for document, start_, stop in spans:
         tokens, labels = map(torch.from_numpy, store.read(document, start_, stop, end=stop))
         layout = placed_plan([len(tokens)], 1, [[Placement(0, 0, 1)]]).layout(0, 0)
         logits = model(tokens, torch.arange(len(tokens)), RingAttention(layout), None)
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
         of_tokens = torch.tensor([*weights_said(store, document)[start_ + 1 : stop], 0.0], dtype=torch.float64)
-        total = total + (losses * of_tokens).sum()
+        total += float((losses * of_tokens).sum())
         weight += float(of_tokens.sum())
-    loss = total / weight
-    loss.backward()
-    return float(loss.detach()), {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    return total / weight
 
 
 def weights_said(store: Store, document: int) -> list[float]:

@@ -125,7 +125,7 @@ class Mesh:
     def close(self) -> None:
         if self.peers is not None:
             self.peers.close()
-        # Threads of gloo drop their last tensors once they get Python's lock, which the end of a group holds until they are done.
+        # Gloo's threads drop their last tensors under Python's lock, which the end of a group holds until they are done.
         time.sleep(0.01)
         dist.destroy_process_group()
 
