@@ -20,9 +20,12 @@ TILE, TILE_BYTES = (4096, 32768), {"cuda": 4, "cpu": 28}
 """Tokens and vocabulary of the tile that TRL's fused head computes at once, and its bytes per logit: one buffer, or torch's."""
 
 
-def tokens_that_fit(trainer: Any, spec: ModelSpec, dtype: str, profile: HardwareProfile, available: int) -> int:
+def tokens_that_fit(
+    trainer: Any, spec: ModelSpec, dtype: str, profile: HardwareProfile, available: int, *, all_logits: bool
+) -> int:
     """Returns the largest `tokens_per_rank` that `available` bytes of a rank hold by estimate.
 
+    `all_logits`: whether a trainer of transformers has those of all tokens at once, or those of a chunk, which are estimated.
     Raises TrainerError if they do not hold 1,024 tokens.
     """
     ranks, device = trainer.args.world_size, trainer.args.device.type
@@ -44,7 +47,7 @@ def tokens_that_fit(trainer: Any, spec: ModelSpec, dtype: str, profile: Hardware
         loads = list(full_loads(changed, ranks, profile))
         if spec.encoder_layers:  # as if sources were as long as targets
             loads = [replace(load, source=load.tokens // 2) for load in loads]
-        logits = LOGITS_BYTES * tokens * vocabulary
+        logits = LOGITS_BYTES * tokens * vocabulary if all_logits else 0
         if fused_head:
             logits = TILE_BYTES[device] * min(tokens, TILE[0]) * min(vocabulary, TILE[1])
         return estimate(spec, changed, ranks, loads, fused=device == "cuda").total + logits

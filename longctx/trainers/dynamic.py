@@ -26,6 +26,7 @@ from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.trainers.budget import tokens_that_fit
+from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
@@ -78,7 +79,8 @@ def dynamic_context_parallel(
     spec = _spec_of(trainer)
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
-        described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1])
+        chunked = ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
+        described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
         notes = list(_check_documents(trainer, most * args.world_size))
         way = described.profile, most, mode, degree, kernel, args.device
         sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts)
@@ -96,6 +98,9 @@ def dynamic_context_parallel(
                 undo.enter_context(replaced_method(model, "forward", head))
         else:
             undo.enter_context(_whole_steps(trainer))
+            if chunked is not None:
+                sharing.chunked_loss = chunked
+                undo.enter_context(replaced_method(models[0], "forward", chunked))
             if balances(trainer):
                 sharing.router_loss = RouterLoss(trainer, models[0], sharing.group)
                 undo.enter_context(replaced_method(models[0], "forward", sharing.router_loss))
@@ -178,6 +183,7 @@ def _profile_and_budget(
     profile: HardwareProfile | str | None,
     tokens_per_rank: int | None,
     group: dist.ProcessGroup | None,
+    chunked: ChunkedLoss | None,
 ) -> tuple[RunProfile, int, TowerSpeed | None]:
     """Returns the profile, scaled to the trainer's model unless it is given as a value, the tokens per rank, and the encoder of
     images, if there is one. Collective.
@@ -195,7 +201,8 @@ def _profile_and_budget(
     least = torch.tensor(available_bytes(args.device, processes_per_node(args.world_size) or args.world_size) or 0)
     if group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    return described, tokens_that_fit(trainer, spec, dtype, described.profile, int(least)), tower
+    fits = tokens_that_fit(trainer, spec, dtype, described.profile, int(least), all_logits=chunked is None)
+    return described, fits, tower
 
 
 def _tower_speed(spec: ModelSpec, dtype: str, recompute: str, profile: HardwareProfile) -> TowerSpeed | None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import MicroBatch, fill, with_source
 from longctx.hf.attention import model_inputs
 from longctx.hf.model import row
@@ -22,6 +23,7 @@ from longctx.planning.layout import Layout
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
+from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
 from longctx.trainers.image_shares import WithImages, blocks_of, read_images, share_images
@@ -29,6 +31,7 @@ from longctx.trainers.images import exchange_pixels
 from longctx.trainers.noise import Noise
 from longctx.trainers.refusals import TrainerError
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
+from longctx.training.objectives.loss import rows_with_labels
 
 Ids = npt.NDArray[np.int64]
 
@@ -72,6 +75,7 @@ class Sharing:
         parts: see `make_plan`.
         predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
         router_loss: that of a mixture, if its model is to have it.
+        chunked_loss: that of a model whose loss needs no logits.
         noise: random numbers of its dropout and of NEFTune, if it has one of them.
     """
 
@@ -91,6 +95,7 @@ class Sharing:
     parts: PartCosts = EQUAL_PARTS
     predicts_masked: bool = False
     router_loss: RouterLoss | None = None
+    chunked_loss: ChunkedLoss | None = None
     noise: Noise | None = None
 
     def __post_init__(self) -> None:
@@ -193,6 +198,9 @@ class Sharing:
         inputs.pop("num_items_in_batch", None)
         if self.router_loss is not None:
             self.router_loss.rows = batch.layout.tokens
+        if self.chunked_loss is not None:
+            rows = rows_with_labels(batch.labels)
+            self.chunked_loss.rows = None if rows is None else copy_to(rows, self.device)
         if self.noise is not None and model.training:
             self.noise.begin(batch.layout, call)
         if isinstance(batch, WithImages):

@@ -88,7 +88,9 @@ class WholeSteps:
         own: Any = super()
         smoothing = self.args.label_smoothing_factor
         if not (self.dynamic.predicts_masked or smoothing) or "ring_attention" not in inputs:
-            return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            chunked = None if return_outputs or "ring_attention" not in inputs else self.dynamic.chunked_loss
+            with contextlib.nullcontext() if chunked is None else chunked.used():
+                return own.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs.pop("labels")[0]  # those of causal models are shifted
         inputs.pop("shift_labels", None)
         outputs = model(**inputs)

@@ -126,7 +126,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         counts: torch.Tensor,
-        divisor: float,
+        divisor: float | torch.Tensor,
         chunks: Sequence[Rows],
         part: VocabularyPart | None,
         compiled: bool,
@@ -138,7 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = (
             torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if for_weight else None
         )
-        divided_by = torch.full((), divisor, dtype=counts.dtype, device=hidden.device)
+        divided_by = torch.as_tensor(divisor, dtype=counts.dtype, device=hidden.device)
         for rows in chunks:
             chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, compiled)
             counted = counts[rows]
@@ -164,7 +164,7 @@ def cross_entropy_sum(
     hidden: torch.Tensor,
     weight: Projection,
     labels: torch.Tensor,
-    divisor: float = 1,
+    divisor: float | torch.Tensor = 1,
     chunk_tokens: int | None = None,
     weights: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
@@ -202,7 +202,7 @@ def _sum_by_projection(
     hidden: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     labels: torch.Tensor,
-    divisor: float,
+    divisor: float | torch.Tensor,
     chunk_tokens: int,
     weights: torch.Tensor | None,
     rows: torch.Tensor | None,

@@ -1,0 +1,118 @@
+"""The loss of `transformers.Trainer` without logits: hidden states times the output layer in chunks, as `longctx train` has it.
+
+A model's own forward runs, but its output layer returns the loss in place of logits, so memory does not grow with tokens times
+vocabulary. A few tokens tell whether a model's loss is that of hidden states times a
+matrix; others, such as those that bound their logits, keep all of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from longctx.hf.exactness import evaluating
+from longctx.trainers.refusals import trainer_of_trl
+from longctx.trainers.router_loss import without_router_loss
+from longctx.training.objectives.loss import cross_entropy_sum
+
+LOSS = "_loss_function"
+"""Attribute that a model's property `loss_function` returns, if it is set."""
+PROBED, LARGER = 16, 16
+"""Tokens that are tried, and the factor of their hidden states, with which bounds and scales of logits show."""
+
+
+class ChunkedLoss:
+    """Replaces the forward of a model while it is `used`; for `replaced_method`.
+
+    `rows` are those of the micro-batch that have a label, if they are few.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.head, self._used = model.get_output_embeddings(), False
+        self.rows: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, trainer: Any, model: Any) -> "ChunkedLoss | None":
+        """Returns that of a trainer's model, not prepared yet; None if the trainer or its model needs logits."""
+        of_transformers = type(trainer).compute_loss.__module__.startswith("transformers.")
+        if trainer_of_trl(trainer) or not of_transformers or trainer.args.label_smoothing_factor:
+            return None
+        chunked = cls(model)
+        return chunked if chunked._is_exact(model) else None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        self._used = True
+        try:
+            yield
+        finally:
+            self._used = False
+
+    def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
+        if not self._used:
+            return own(model, *arguments, **named)
+        labels, divisor, losses = named["shift_labels"][0], named["num_items_in_batch"], list[torch.Tensor]()
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            """Returns the loss [1, 1, 1]: FSDP may gather the matrix for this call alone, and round what it returns."""
+            losses.append(self._loss(hidden[0], labels, divisor))
+            return losses[-1].view(1, 1, 1)
+
+        def loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            same = logits.dtype == losses[0].dtype
+            return logits.view(()) if same else losses[0] + 0 * logits.view(())
+
+        with _set(self.head, "forward", head), _set(model, LOSS, loss):
+            output = own(model, *arguments, **named)
+        output["logits"] = None
+        return output
+
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of token losses over a divisor; hidden states are [tokens, hidden]."""
+        weight = self.head.weight
+        if torch.is_autocast_enabled(hidden.device.type):  # once, not for every chunk
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return cross_entropy_sum(hidden, weight, labels, divisor, rows=self.rows)
+
+    def _is_exact(self, model: Any) -> bool:
+        """Returns whether logits are hidden states times the matrix of the head, and the loss is that of transformers."""
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        if type(self.head) is not nn.Linear or self.head.bias is not None or model.loss_function is not ForCausalLMLoss:
+            return False
+        weight, logits, seen = self.head.weight, [], []
+        labels = torch.arange(PROBED, device=weight.device)[None] % len(weight)
+
+        def larger(hidden: torch.Tensor) -> torch.Tensor:
+            logits.append(F.linear(LARGER * hidden, weight))
+            return logits[-1]
+
+        def loss(logits: torch.Tensor, *_: Any, **given: Any) -> torch.Tensor:
+            seen.append((logits, given.get("shift_labels"), given.get("num_items_in_batch")))
+            return torch.ones((), device=logits.device)
+
+        given = {"input_ids": labels, "labels": labels, "shift_labels": labels, "num_items_in_batch": 1, "use_cache": False}
+        replaced = _set(self.head, "forward", larger), _set(model, LOSS, loss)
+        with torch.no_grad(), evaluating(model), without_router_loss(model), replaced[0], replaced[1]:
+            output = model(**given)
+        if not (len(logits) == len(seen) == 1 and output["loss"] == 1):
+            return False
+        ((lost, shifted, count),) = seen
+        return shifted is labels and count == 1 and torch.equal(lost, logits[0])
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of a module, which gets back the one of its own, or none."""
+    before = vars(owner).get(name)
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        vars(owner).pop(name)
+        if before is not None:
+            vars(owner)[name] = before

@@ -1,0 +1,98 @@
+"""The loss of transformers.Trainer in chunks: no logits of all tokens, the same losses, and models that keep their logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longctx.trainers import dynamic_context_parallel, restore
+from longctx.training.objectives import loss
+from tests.test_trainers import FSDP2, trainer
+from tests.trainer_cases import PROFILE, VOCABULARY, model, train
+from tests.workers import Workers
+
+CHUNK = 48
+"""More than the hidden size, the rows of the head's transposed weight."""
+
+
+class Logits(TorchDispatchMode):
+    """Remembers the most rows of a tensor [.., vocabulary] that an operation returned."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        if isinstance(result, torch.Tensor) and result.dim() > 1 and result.shape[-1] == VOCABULARY:
+            self.rows = max(self.rows, result.numel() // VOCABULARY)
+        return result
+
+
+def with_other_logits(kind: str) -> Any:
+    """A small model with logits that are bounded (Gemma 2) or scaled (Granite), or with a bias."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    if kind == "gemma2":
+        return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, head_dim=8))
+    if kind == "granite":
+        return transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes, logits_scaling=8.0))
+    made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+    made.lm_head = torch.nn.Linear(32, VOCABULARY)
+    return made
+
+
+def losses(folder: Path, of: Any, **options: Any) -> tuple[list[float], int]:
+    """Returns the losses of two steps and an evaluation, and the most rows of logits."""
+    ours = trainer(folder, of=of, max_steps=2, logging_steps=1, **options)
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    with Logits() as logits:
+        ours.train()
+        evaluated = ours.evaluate(ours.train_dataset[:5])["eval_loss"]
+    restore(ours)
+    return [entry["loss"] for entry in ours.state.log_history if "loss" in entry] + [evaluated], logits.rows
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_oss", "tied"])
+def test_logits_of_all_tokens_never_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def made() -> Any:
+        each = model("qwen2" if kind == "tied" else kind)
+        if kind == "tied":
+            each.config.tie_word_embeddings = True
+            each.tie_weights()
+        return each
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longctx.trainers.dynamic.ChunkedLoss.of", lambda *_: None)
+        expected, rows = losses(tmp_path / "all", made())
+    assert rows > 100
+    monkeypatch.setattr("longctx.training.objectives.loss.CHUNK_TOKENS", CHUNK)
+    found, rows = losses(tmp_path / "chunks", made())
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert rows == CHUNK
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "bias"])
+def test_other_logits_and_losses_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("longctx.training.objectives.loss.CHUNK_TOKENS", CHUNK)
+    assert losses(tmp_path, with_other_logits(kind))[1] > 100
+
+
+def rows_of_rank(folder: Path, options: dict[str, Any]) -> int:
+    """Returns the most rows of logits of a run with evaluations on this rank."""
+    loss.CHUNK_TOKENS, before = CHUNK, loss.CHUNK_TOKENS
+    try:
+        with Logits() as logits:
+            train(folder, "qwen2", 1, True, options)
+    finally:
+        loss.CHUNK_TOKENS = before
+    return logits.rows
+
+
+@pytest.mark.parametrize("options", [{}, FSDP2], ids=["replicated", "sharded"])
+def test_nor_on_several_ranks(workers: Workers, tmp_path: Path, options: dict[str, Any]) -> None:
+    """The losses of these runs are compared in `test_trainers`."""
+    assert workers.run(rows_of_rank, 2, tmp_path, options | {"max_steps": 2, "prediction_loss_only": True}) == [CHUNK] * 2
