@@ -23,8 +23,9 @@ from plan import FEW_LONG, times
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("trainers", "transformers", "trees")),
-    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "others", "speedup")),
+    ROOT / "docs" / "trainers.md",
+    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "others", "small-runs")),
+    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("speedup", "trees")),
 )
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HEADLINE = ("wlb_128k", 64, 4)

@@ -149,7 +149,7 @@ def without_versions_and_errors(printed: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_packed_documents_stay_apart(ranks: int) -> None:
     """The program asserts it for longctx; what it prints is what the page shows."""
-    page = (EXAMPLES.parent / "docs" / "packed-documents.md").read_text("utf-8")
+    page = (EXAMPLES.parent / "docs" / "evidence" / "check-step.md").read_text("utf-8")
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     printed, _ = launched.run(EXAMPLES / "packed_documents_stay_apart.py", ranks=ranks)
     assert without_versions_and_errors(printed) == without_versions_and_errors(shown.replace("degree 2", f"degree {ranks}"))
