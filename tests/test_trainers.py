@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from longctx.errors import UserError
@@ -29,6 +30,7 @@ from tests.trainer_cases import (
     VOCABULARY,
     Batches,
     arguments,
+    as_rank,
     documents,
     finetune,
     model,
@@ -342,6 +344,24 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
     assert torch.equal(ours.model.generate(ids, max_new_tokens=4, do_sample=False), generated)
     assert ours.model(ids).logits.shape == (1, 3, 128)
     restore(ours)  # does nothing
+
+
+def groups_made(folder: Path) -> list[int]:
+    """Returns the number of process groups with a trainer attached, and after it was restored."""
+    from transformers import Trainer, TrainingArguments
+
+    as_rank()
+    ours = Trainer(model(), TrainingArguments(**arguments(folder, 2, 1, eval_strategy="no")), pad, documents())
+    count = lambda: len(dist.distributed_c10d._world.pg_map)  # noqa: E731
+    before = count()
+    dynamic_context_parallel(ours, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
+    attached = count()
+    restore(ours)
+    return [attached - before, count() - before]
+
+
+def test_process_groups_end_when_a_trainer_is_restored(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(groups_made, 2, tmp_path) == [[2, 0]] * 2
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bert", "mamba2"])
