@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from longctx.attention.huggingface import prepare
 from longctx.attention.huggingface_check import HuggingFaceError
+from longctx.attention.huggingface_latents import send_keys
 from longctx.attention.linear.huggingface import replace_linear, restore_linear
 from longctx.trainers.refusals import TrainerError, predicts_masked
 
@@ -42,6 +43,7 @@ def prepared(model: Any) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.callback(model.set_attn_implementation, before)
         undo.callback(restore_linear, model)
+        undo.callback(send_keys, model)
         undo.callback(vars(model).pop, BEFORE, None)
         vars(model)[BEFORE] = _Before(model.config, before)
         for name in ("forward", "generate"):
