@@ -47,12 +47,16 @@ def used_parts(layer: nn.Module) -> list[nn.Module]:
     return [part for name, part in layer.named_children() if name in names]
 
 
+def has_latents(layer: nn.Module) -> bool:
+    """Returns whether a layer has a method that expands latents and rotary keys."""
+    method = getattr(type(layer), METHOD, None)
+    return inspect.isfunction(method) and len(inspect.signature(method).parameters) == 3 and bool(used_parts(layer))
+
+
 def send_latents(model: nn.Module) -> None:
     """Lets the layers of a model that have latents hand these to ring attention beside K and V."""
-    for layer in list(model.modules()):
-        method = getattr(type(layer), METHOD, None)
-        if inspect.isfunction(method) and len(inspect.signature(method).parameters) == 3 and used_parts(layer):
-            setattr(layer, METHOD, Latents(layer))
+    for layer in filter(has_latents, model.modules()):
+        vars(layer)[METHOD] = Latents(layer)
 
 
 def send_keys(model: nn.Module) -> None:

@@ -124,11 +124,8 @@ def ring_attention(
     Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see `begin`. With `compressed`,
     this travels in place of K and V.
     """
-    rows, weights, expansion, autocast = list[Tensor](), list[Tensor](), NO_EXPANSION, False
-    if compressed is not None:
-        rows, autocast = [compressed.first, compressed.second], compressed.autocast
-        weights, expansion = compressed.expansion.weights(), compressed.expansion.number
-    begun = begin(*(rows or (k, v)), after, call, layer)
+    sent_first, sent_second = (k, v) if compressed is None else compressed[:2]
+    begun = begin(sent_first, sent_second, after, call, layer)
 
     def sent(x: Tensor) -> Tensor:
         nonlocal begun
@@ -137,7 +134,11 @@ def ring_attention(
         return x
 
     q = queries(sent)
-    out: Tensor = forward(q, k, v, sink_logits, begun, rows, weights, expansion, autocast, call, layer)[0]
+    how: tuple[Any, ...] = [], [], NO_EXPANSION, False
+    if compressed is not None:
+        expansion, sent_rows = compressed.expansion, [*compressed[:2]]
+        how = sent_rows, expansion.weights(), expansion.number, compressed.autocast
+    out: Tensor = forward(q, k, v, sink_logits, begun, *how, call, layer)[0]
     return out
 
 
@@ -366,7 +367,7 @@ begin.register_autograd(_key_gradients, setup_context=_setup_begin)
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink_logits, _, rows, weights, *ctx.expansion, ctx.number, ctx.layer = inputs
-    ctx.weights = len(weights)
+    ctx.rows = len(rows)
     ctx.save_for_backward(q, k, v, sink_logits, *output, *rows, *weights)
     ctx.alive = find(ctx.number)
     ctx.set_materialize_grads(False)  # otherwise torch allocates zero gradients as large as the kept K and V
@@ -374,10 +375,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
     q, k, v, sink_logits, out, lse, kept, *others = ctx.saved_tensors
-    rows, weights = others[: len(others) - ctx.weights], others[len(others) - ctx.weights :]
-    dout, numbers = dout.contiguous(), (*ctx.expansion, ctx.number, ctx.layer)
-    frozen = not ctx.needs_input_grad[4]
-    dq, *gradients = backward(dout, q, k, v, out, lse, kept, frozen, rows, weights, *numbers)
+    rows, weights = others[: ctx.rows], others[ctx.rows :]
+    dout, how = dout.contiguous(), (rows, weights, *ctx.expansion, ctx.number, ctx.layer)
+    dq, *gradients = backward(dout, q, k, v, out, lse, kept, not ctx.needs_input_grad[4], *how)
     begun = dq[:0].flatten().to(k.dtype)  # of dq, so that no compiler moves `finish` before
     dsink = None
     if sink_logits is not None:

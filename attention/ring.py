@@ -148,5 +148,6 @@ class RingAttention(CheckedAttention):
         compressed: Compressed | None = None,
     ) -> torch.Tensor:
         layer = NO_LAYER if layer is None else layer
-        compressed = compressed if self.exchanges else None
+        if compressed is not None and not self.exchanges:  # in this order, or it would be compiled twice for K and V
+            compressed = None
         return operator.ring_attention(queries, k, v, sink_logits, self.number, layer, after, compressed)
