@@ -1,8 +1,9 @@
 """A step of a model with latent attention, over several ranks and in one process, with the bytes that its exchange sends."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import PreTrainedModel
 
+from longctx.attention import huggingface
 from longctx.attention.exchange import Exchange
 from longctx.attention.huggingface import Rings, model_inputs, prepare
 from longctx.attention.huggingface_latents import send_keys
 from longctx.attention.ulysses import packed_attention
 from longctx.data.packing import pack_documents
 from longctx.planning.layout import Placement
+from tests import pretrained_cases
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, unpacked
 
@@ -154,3 +157,10 @@ def first_micro_batch(cases: Sequence[Case]) -> list[list[torch.Tensor]]:
         assert gradient is not None
         results.append([output.logits[0].detach(), gradient[0]])
     return results
+
+
+def run_step(folder: Path, settings: list[str], keys: bool) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Returns loss and gradients of a step of `longctx train`, and the bytes that this rank sent; `keys`: K and V were."""
+    with counted() as sent, mock.patch.object(huggingface, "send_latents") if keys else nullcontext():
+        loss, gradients, _ = pretrained_cases.step(folder, settings)
+    return loss, gradients, sent[0]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from longctx.attention.huggingface import HuggingFaceError, prepare
 from longctx.attention.huggingface_latents import Latents
 from tests.huggingface_cases import SPECIAL, build_model
-from tests.latent_cases import DENSE, Case, expected, first_micro_batch, placements, steps
+from tests.latent_cases import DENSE, Case, expected, first_micro_batch, placements, run_step, steps
+from tests.pretrained_cases import largest_error, reference
 from tests.workers import Workers
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -140,3 +142,19 @@ def test_a_copy_of_a_prepared_model_expands_its_own_latents() -> None:
         copied.kv_b_proj.weight.zero_()
     rows = torch.ones(1, 1, 2, 16), torch.ones(1, 1, 2, 8)
     assert float(copied.expand_kv(*rows)[1].abs().max()) == 0.0 < float(layer.expand_kv(*rows)[1].abs().max())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["train.recompute=full", "context.two_level_exchange=false"], ["train.recompute=selective", "context.keep_kv=true"]],
+)
+def test_longctx_train_sends_latents(workers: Workers, tmp_path: Path, settings: list[str]) -> None:
+    """With sharded weights: those of `kv_b_proj` are gathered when backward expands received rows."""
+    build_model("deepseek_v3", "eager").save_pretrained(tmp_path)
+    loss, gradients, _ = reference(tmp_path)
+    by_rank = workers.run(run_step, 2, tmp_path, settings, False)
+    for found_loss, found_gradients, _ in by_rank:
+        assert found_loss == pytest.approx(loss, rel=LOSS)
+        assert largest_error(found_gradients, gradients) < GRADIENT
+    keys = sum(sent for *_, sent in workers.run(run_step, 2, tmp_path, settings, True))
+    assert 0 < sum(sent for *_, sent in by_rank) < keys / 5  # 24 values a token, not 4 x (24 + 12)
