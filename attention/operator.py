@@ -309,17 +309,7 @@ def _(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tens
 
 @forward.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_logits: Tensor | None,
-    begun: Tensor,
-    rows: list[Tensor],
-    weights: list[Tensor],
-    expansion: int,
-    autocast: bool,
-    call: int,
-    layer: int,
+    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, begun: Tensor, rows: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     received = torch.library.get_ctx().new_dynamic_size()
@@ -328,22 +318,8 @@ def _(
 
 
 @backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kept: Tensor,
-    frozen: bool,
-    rows: list[Tensor],
-    weights: list[Tensor],
-    expansion: int,
-    autocast: bool,
-    call: int,
-    layer: int,
-) -> list[Tensor]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
+    _, rows, weights, *_ = others
     return [each.new_empty(each.shape) for each in ([q, k, v, *weights] if rows else [q])]
 
 

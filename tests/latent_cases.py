@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,9 @@ from longctx.attention.huggingface import Rings, model_inputs, prepare
 from longctx.attention.huggingface_latents import send_keys
 from longctx.attention.ulysses import packed_attention
 from longctx.data.packing import pack_documents
+from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Placement
+from longctx.training import build
 from tests import pretrained_cases
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, unpacked
@@ -37,6 +40,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] | None = None
     recompute: bool = False
+    autocast: bool = False
     keys: bool = False
     """Whether K and V are sent."""
     dtype: torch.dtype = torch.float64
@@ -105,7 +109,8 @@ def step(case: Case) -> tuple[float, list[torch.Tensor], int]:
     parts = []
     with counted() as sent:
         for inputs in inputs_of(case, model):
-            parts.append(model(**inputs).loss)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                parts.append(model(**inputs).loss)
             if not case.recompute:
                 parts[-1].backward()
         for part in reversed(parts if case.recompute else []):
@@ -161,6 +166,7 @@ def first_micro_batch(cases: Sequence[Case]) -> list[list[torch.Tensor]]:
 
 def run_step(folder: Path, settings: list[str], keys: bool) -> tuple[float, dict[str, torch.Tensor], int]:
     """Returns loss and gradients of a step of `longctx train`, and the bytes that this rank sent; `keys`: K and V were."""
-    with counted() as sent, mock.patch.object(huggingface, "send_latents") if keys else nullcontext():
+    compiled = mock.patch.object(build, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    with counted() as sent, compiled, mock.patch.object(huggingface, "send_latents") if keys else nullcontext():
         loss, gradients, _ = pretrained_cases.step(folder, settings)
     return loss, gradients, sent[0]

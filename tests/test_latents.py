@@ -8,13 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from longctx.attention.huggingface import HuggingFaceError, prepare
+from longctx.attention.huggingface import HuggingFaceError, prepare, replace_attention
 from longctx.attention.huggingface_latents import Latents
+from longctx.config import load
+from longctx.config.problems import ConfigError
+from longctx.model.huggingface_spec import spec_of
+from longctx.planning.cost.scaling import scale
+from longctx.planning.cost.spec import NO_LATENT, Adapters, ModelSpec
+from longctx.planning.cost.work import work_of
+from longctx.planning.layout import Placement
+from longctx.training.build import ulysses_degree
+from longctx.training.run_profile import read_described
+from tests.data_cases import placed_plan
 from tests.huggingface_cases import SPECIAL, build_model
 from tests.latent_cases import DENSE, Case, expected, first_micro_batch, placements, run_step, steps
+from tests.lora_cases import make_checkpoint
+from tests.memory_cases import peak_and_estimate
 from tests.pretrained_cases import largest_error, reference
+from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -92,6 +106,22 @@ def test_other_documents_change_by_no_bit(workers: Workers) -> None:
     assert compared == case.lengths[1] + case.lengths[2]
 
 
+def test_latents_under_autocast_are_sent_and_expanded_in_its_dtype(workers: Workers) -> None:
+    """As K and V are. Backward, which autocast does not reach, expands in the same dtype."""
+    latents = Case(settings=DENSE, dtype=torch.float32, autocast=True)
+    exact, keys = replace(latents, autocast=False), replace(latents, keys=True)
+    by_rank = workers.run(steps, 2, [latents, keys, exact])
+    sent, of_keys, in_float32 = (bytes_of([found[number] for found in by_rank]) for number in range(3))
+    assert in_float32 == 2 * sent and sent < of_keys
+    errors = [error_of(by_rank[0][number][1], by_rank[0][2][1]) for number in range(2)]
+    assert 0 < errors[0] < 1.5 * errors[1] < 0.3
+
+
+def error_of(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    one, other = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (found, exact))
+    return float((one - other).norm() / other.norm())
+
+
 def test_adapters_that_drop_at_random_send_keys(workers: Workers) -> None:
     """Their expansion in backward would be another one than in forward."""
     case = Case(lora={"lora_dropout": 0.5})
@@ -146,11 +176,17 @@ def test_a_copy_of_a_prepared_model_expands_its_own_latents() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["train.recompute=full", "context.two_level_exchange=false"], ["train.recompute=selective", "context.keep_kv=true"]],
+    [
+        [],
+        ["train.recompute=full", "context.two_level_exchange=false"],
+        ["train.recompute=selective", "context.keep_kv=true"],
+        ["train.compile=true"],
+    ],
 )
 def test_longctx_train_sends_latents(workers: Workers, tmp_path: Path, settings: list[str]) -> None:
     """With sharded weights: those of `kv_b_proj` are gathered when backward expands received rows."""
-    build_model("deepseek_v3", "eager").save_pretrained(tmp_path)
+    without_experts = DENSE if "train.compile=true" in settings else {}
+    build_model("deepseek_v3", "eager", **without_experts).save_pretrained(tmp_path)
     loss, gradients, _ = reference(tmp_path)
     by_rank = workers.run(run_step, 2, tmp_path, settings, False)
     for found_loss, found_gradients, _ in by_rank:
@@ -158,3 +194,66 @@ def test_longctx_train_sends_latents(workers: Workers, tmp_path: Path, settings:
         assert largest_error(found_gradients, gradients) < GRADIENT
     keys = sum(sent for *_, sent in workers.run(run_step, 2, tmp_path, settings, True))
     assert 0 < sum(sent for *_, sent in by_rank) < keys / 5  # 24 values a token, not 4 x (24 + 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_memory_of_latents_is_that_of_the_allocator(workers: Workers, tmp_path: Path, rounds: int) -> None:
+    """Received rows are small; the keys and values of a round, expanded, and their gradients are not."""
+    store = make_store(tmp_path)
+    sizes = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 16, "kv_lora_rank": 16}
+    sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 48, "num_hidden_layers": 2, **DENSE}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "deepseek_v3", **sizes)
+    none = [f"{each.partition('=')[0]}=null" for each in SMALL if each.startswith("model.")]
+    settings = [
+        *none,
+        f"model.from_pretrained={checkpoint}",
+        "context.mode=static",
+        "context.degree=4",
+        "batch.tokens_per_rank=512",
+    ]
+    settings += ["train.recompute=full", "context.two_level_exchange=false", f"context.max_remote_tokens={1536 // rounds}"]
+    measured, memory = peak_and_estimate(workers, store, tmp_path / "run", 4, settings)
+    print(f"{rounds} rounds: measured {measured}, estimate {memory.total}: {memory}")
+    assert memory.total == pytest.approx(measured, rel=0.1)
+
+
+def spec_of_deepseek_v3() -> ModelSpec:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3"), dtype=torch.bfloat16)
+    replace_attention(model)
+    return spec_of(model, model.model.layers)
+
+
+def test_work_counts_latents_and_what_expands_them() -> None:
+    """In 61 layers; backward expands again, for adapters without the gradient of the weights."""
+    spec = spec_of_deepseek_v3()
+    keys = replace(spec, layers=tuple(replace(layer, latent=NO_LATENT) for layer in spec.layers))
+    adapted = replace(spec, layers=tuple(replace(layer, adapters=Adapters(1, 1)) for layer in spec.layers))
+    products = 61 * 512 * 128 * (128 + 128)
+    assert spec.parameters == pytest.approx(671e9, rel=0.001)
+    for each, recompute, passes, received in (
+        (spec, "selective", 3, 4 / 3 * products),
+        (spec, "full", 4, 5 / 3 * products),
+        (adapted, "selective", 3, products),
+    ):
+        work = work_of(each, "bfloat16", recompute=recompute)
+        assert work.kv_bytes == 61 * 576 * 2 * passes
+        assert work.received == pytest.approx(received)
+    plain = work_of(keys, "bfloat16")
+    assert plain.kv_bytes == 61 * 40_960 * 2 * 3 and plain.received == 0
+    profile, described = read_described("h100-nvlink-ib")
+    assert described is not None
+    scaled = scale(profile, described.work, work_of(spec, "bfloat16"))
+    linear_s = scale(profile, described.work, plain).linear_s_per_token
+    assert scaled.received_s_per_token / linear_s == pytest.approx(4 / 3 * products / plain.computed)
+
+
+def test_heads_of_models_with_latents_are_not_swapped(tmp_path: Path) -> None:
+    build_model("deepseek_v3", "eager").save_pretrained(tmp_path)
+    source = f"model.from_pretrained={tmp_path}"
+    with pytest.raises(ConfigError, match=r"split documents of this model send latents.*\n.*set it to 1 or auto"):
+        load(None, [source, "context.ulysses_degree=2"], world_size=2)
+    config = load(None, [source, "context.ulysses_degree=auto", "batch.tokens_per_rank=64"], world_size=2)
+    plan = placed_plan([120], 2, [[Placement(0, 0, 2)]])
+    assert ulysses_degree(config, config.model_source().spec, plan, 0) == 1

@@ -328,7 +328,7 @@ class RankMemory:
         # Backward also has gradients of the rows in flight, and a kernel's input and output for one round. Latents of a round
         # are expanded by a product and a copy; backward has gradients of both, and of the weights.
         under_way, computed = (fetched + received + sent) * at_once, 2 * self.block.kv_row * self.load.fullest
-        expanded = computed if latent.values else 0
+        expanded = 1.25 * computed if latent.values else 0
         forward, backward = (fetched + sent) * at_once + expanded, under_way + computed + expanded + FLOAT32 * latent.parameters
         return round(forward) + own, round(backward) + own
 

@@ -207,6 +207,10 @@ class ModelSpec:
         return max(self.layers, key=lambda layer: layer.parameters)
 
     @property
+    def sends_latents(self) -> bool:
+        return any(layer.latent.values for layer in self.layers)
+
+    @property
     def vocabulary_parameters(self) -> int:
         """Number of parameters of the embedding, and also of the output projection. Needs `vocab_size`."""
         if self.vocab_size is None:
