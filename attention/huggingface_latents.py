@@ -66,16 +66,22 @@ def send_keys(model: nn.Module) -> None:
 
 
 def latents_of(key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> Compressed | None:
-    """Returns the latents of which a layer computed K and V in `dtype`; None if it did not, or adapters drop some at random."""
+    """Returns the latents of which a layer computed K and V in `dtype`; None if it did not, or could not again in backward."""
     kept = getattr(key, KEPT, None)
     if kept is None or kept[1] is not getattr(value, KEPT, (None, None))[1]:
         return None
     latents, *rows = kept
     autocast = torch.is_autocast_enabled(key.device.type)
-    parts = [each for part in used_parts(latents.layer) for each in part.modules()]
-    if any(isinstance(each, nn.Dropout) and each.p > 0 and each.training for each in parts):
+    if any(_changes(each) for part in used_parts(latents.layer) for each in part.modules()):
         return None
     if any(row.shape[:-1] != (1, 1, key.shape[2]) or not (autocast or row.dtype == dtype) for row in rows):
         return None
     first, second = (row[0, 0].to(dtype) for row in rows)
     return Compressed(first, second, latents, autocast)
+
+
+def _changes(module: nn.Module) -> bool:
+    """Returns whether a module drops at random, or its weight is no whole parameter of its own, as in FSDP 1 and DeepSpeed."""
+    weight = getattr(module, "weight", None)
+    whole = weight is None or (isinstance(weight, nn.Parameter) and weight.numel() > 0 and not hasattr(weight, "to_local"))
+    return not whole or (isinstance(module, nn.Dropout) and module.p > 0 and module.training)

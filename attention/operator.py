@@ -124,8 +124,7 @@ def ring_attention(
     Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see `begin`. With `compressed`,
     this travels in place of K and V.
     """
-    sent_first, sent_second = (k, v) if compressed is None else compressed[:2]
-    begun = begin(sent_first, sent_second, after, call, layer)
+    begun = begin(*((k, v) if compressed is None else compressed[:2]), after, call, layer)
 
     def sent(x: Tensor) -> Tensor:
         nonlocal begun
@@ -243,8 +242,7 @@ def backward(
         if remote is not None:
             sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
             # Each computed round advances the returns by one hop: this hides messages and bounds those in flight.
-            own = of_rows or sums[1:]
-            returning = _advanced([this.give_back(next(round_numbers), remote.to(k.dtype), *own), *returning])
+            returning = _advanced([this.give_back(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:])), *returning])
         del received, remote
     dq, dk, dv = sums or this.zeros(q, k, v)
     if frozen:

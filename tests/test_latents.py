@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from longctx.attention.huggingface import HuggingFaceError, prepare, replace_attention
-from longctx.attention.huggingface_latents import Latents
+from longctx.attention.huggingface_latents import Latents, latents_of
 from longctx.config import load
 from longctx.config.problems import ConfigError
 from longctx.model.huggingface_spec import spec_of
@@ -128,6 +128,28 @@ def test_adapters_that_drop_at_random_send_keys(workers: Workers) -> None:
     by_rank = workers.run(steps, 2, [case, replace(case, keys=True), replace(case, lora={})])
     dropping, keys, latents = (bytes_of([found[number] for found in by_rank]) for number in range(3))
     assert dropping == keys > latents
+
+
+def as_fsdp_1_does(projection: torch.nn.Linear) -> None:
+    """Its weight is a view of a parameter elsewhere, which a module does not list among its own."""
+    weight = projection._parameters.pop("weight")
+    assert weight is not None
+    projection.weight = weight.view_as(weight)  # type: ignore[assignment]  # as it is there
+
+
+def as_deepspeed_does(projection: torch.nn.Linear) -> None:
+    """Its weight is empty until it is used."""
+    projection.weight.data = torch.empty(0)
+
+
+@pytest.mark.parametrize("hold", [as_fsdp_1_does, as_deepspeed_does])
+def test_weights_that_backward_may_not_find_send_keys(hold: Callable[[torch.nn.Linear], None]) -> None:
+    """Their gradients would lack those of received rows without an error."""
+    layer = build_model("deepseek_v3", "longctx").model.layers[0].self_attn
+    key, value = layer.expand_kv(torch.ones(1, 1, 2, 16), torch.ones(1, 1, 2, 8))
+    assert latents_of(key, value, key.dtype) is not None
+    hold(layer.kv_b_proj)
+    assert latents_of(key, value, key.dtype) is None
 
 
 def scaled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
