@@ -59,12 +59,12 @@ def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool,
     by_rank = workers.run(calibration_cases.count_bytes, ranks, length, recompute, keep_kv)
     passes = zip(*by_rank, strict=True)
     slowest = sum(max(max(sent, received) for sent, received in of_pass) for of_pass in passes)
-    expected = kv_bytes_per_token(1, 2, 8, 4, 3 + recompute - keep_kv)
+    expected = kv_bytes_per_token(2 * 2 * 8, 4, 3 + recompute - keep_kv)
     assert slowest == expected * (ranks - 1) * length // ranks
 
 
 def test_bytes_of_an_8b_model() -> None:
-    assert kv_bytes_per_token(32, 8, 128, 2) == H100.kv_bytes_per_token
+    assert kv_bytes_per_token(32 * 2 * 8 * 128, 2) == H100.kv_bytes_per_token
 
 
 @given(st.integers(1, 12), st.integers(0, 30), st.integers(1, 5))

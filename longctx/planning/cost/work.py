@@ -104,7 +104,7 @@ def work_of(
     linear, linear_passes = [layer.scan for layer in layers if layer.scan is not None], 2 + (recompute != "none")
     scans = [_scanned(scan, 1 if fused and scan.delta_rule else FLOAT32[dtype], recompute) for scan in linear]
     kv_bytes = sum(
-        layer.sent_values(tensor) * element_bytes * passes
+        kv_bytes_per_token(layer.sent_values(tensor), element_bytes, passes)
         for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
     )
     return RankWork(
@@ -178,15 +178,15 @@ def _expert_bytes(layers: Sequence[LayerSpec], hidden_bytes: int, recompute: str
     return rows * hidden_bytes * (expert_ranks - 1) / expert_ranks
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, element_bytes: int, passes: int = 3) -> int:
-    """Returns the bytes of K and V per token in all layers and passes: fetched forward, fetched and returned in backward.
+def kv_bytes_per_token(values: int, element_bytes: int, passes: int = 3) -> int:
+    """Returns the bytes of a token's `values` in all passes: fetched forward, fetched and returned in backward.
 
     Ranks at the ends of a ring move this many bytes: index 0 fetches all rows of its peers and returns all their gradients; the
     last index sends all its rows and receives all their gradients. Ranks in between move less (three quarters on average), but
     a pass takes as long as its slowest rank. `passes` is 4 if attention is recomputed, and one less if K and V are kept for
     backward. Gradients travel in the dtype of K and V.
     """
-    return layers * 2 * kv_heads * head_dim * element_bytes * passes
+    return values * element_bytes * passes
 
 
 def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
