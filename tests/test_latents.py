@@ -218,6 +218,19 @@ def test_longctx_train_sends_latents(workers: Workers, tmp_path: Path, settings:
     assert 0 < sum(sent for *_, sent in by_rank) < keys / 5  # 24 values a token, not 4 x (24 + 12)
 
 
+@pytest.mark.parametrize("base", ["null", "int8"])
+def test_adapted_and_quantized_layers_expand_as_they_compute(workers: Workers, tmp_path: Path, base: str) -> None:
+    """Gradients of the adapters are those where K and V travel."""
+    build_model("deepseek_v3", "eager", **DENSE).save_pretrained(tmp_path)
+    settings = ["lora.rank=2", "lora.target_modules=[kv_a_proj_with_mqa,kv_b_proj,q_b_proj]", f"lora.base={base}"]
+    latents, keys = (workers.run(run_step, 2, tmp_path, settings, way)[0] for way in (False, True))
+    assert latents[2] < keys[2] / 5
+    assert latents[0] == pytest.approx(keys[0], rel=LOSS)
+    found, expected = ({name: each for name, each in run[1].items() if "lora_" in name} for run in (latents, keys))
+    assert largest_error(found, expected) < GRADIENT
+    assert [float(each.norm()) > 0 for name, each in expected.items() if "kv_b_proj.lora_B" in name] == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_memory_of_latents_is_that_of_the_allocator(workers: Workers, tmp_path: Path, rounds: int) -> None:
