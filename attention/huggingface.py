@@ -367,7 +367,7 @@ def attend(
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
-    layer, latents = getattr(module, "layer_idx", None), latents_of(key, value, k.dtype)
+    layer, latents = getattr(module, "layer_idx", None), latents_of(module, key, value, k.dtype)
     return attention(q, k, v, layer, sink_logits=s_aux, compressed=latents).unsqueeze(0), None
 
 

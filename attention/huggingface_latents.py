@@ -14,8 +14,7 @@ from torch import nn
 from longctx.attention import operator
 from longctx.attention.expansion import Compressed
 
-METHOD, KEPT = "expand_kv", "longctx_kept"
-"""Name of the method, and of the attribute of its results that says of what they were computed."""
+METHOD = "expand_kv"
 
 
 class Latents:
@@ -23,14 +22,15 @@ class Latents:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer, self.number = layer, operator.register(self)
+        self.last: tuple[torch.Tensor, ...] | None = None
+        """Arguments and results of the last call, until attention takes them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MethodType, (getattr(type(self.layer), METHOD), self.layer)  # a copy of a model has its own method
 
     def __call__(self, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = getattr(type(self.layer), METHOD)(self.layer, latent, rotary)
-        for result in (key, value):
-            setattr(result, KEPT, (self, latent, rotary))
+        self.last = latent, rotary, key, value
         return key, value
 
     def expand(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,14 +65,16 @@ def send_keys(model: nn.Module) -> None:
         vars(layer).pop(METHOD, None)
 
 
-def latents_of(key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> Compressed | None:
+def latents_of(layer: nn.Module, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> Compressed | None:
     """Returns the latents of which a layer computed K and V in `dtype`; None if it did not, or could not again in backward."""
-    kept = getattr(key, KEPT, None)
-    if kept is None or kept[1] is not getattr(value, KEPT, (None, None))[1]:
+    latents = vars(layer).get(METHOD)
+    if not isinstance(latents, Latents) or latents.last is None:
         return None
-    latents, *rows = kept
+    (*rows, last_key, last_value), latents.last = latents.last, None
+    if last_key is not key or last_value is not value:
+        return None
     autocast = torch.is_autocast_enabled(key.device.type)
-    if any(_changes(each) for part in used_parts(latents.layer) for each in part.modules()):
+    if any(_changes(each) for part in used_parts(layer) for each in part.modules()):
         return None
     if any(row.shape[:-1] != (1, 1, key.shape[2]) or not (autocast or row.dtype == dtype) for row in rows):
         return None

@@ -55,8 +55,8 @@ class CheckedAttention:
             each.shape[0] != k.shape[0] or each.dtype != k.dtype or each.device != k.device for each in compressed[:2]
         ):
             raise AttentionInputError(
-                f"the tensors that are sent in place of k and v must have their {k.shape[0]} tokens, dtype and device, not "
-                f"{_shapes(*compressed[:2])}, {compressed.first.dtype}/{compressed.second.dtype} on {compressed.first.device}"
+                f"what travels in place of k and v must share its {k.shape[0]} tokens, dtype and device, not "
+                f"{_shapes(*compressed[:2])}, {compressed.first.dtype}/{compressed.second.dtype}: expand k and v from it"
             )
         if isinstance(q, torch.Tensor):
             self._check(q, k, v, sink_logits)

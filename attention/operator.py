@@ -177,7 +177,7 @@ def forward(
     """
     started: BegunForward = find(call).begun.pop(layer)
     this, kept, steps = started
-    this.expanding = _expanding(expansion, autocast)
+    this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in steps:
         for part in calls:
@@ -226,7 +226,7 @@ def backward(
     """
     sent = (rows[0], rows[1]) if rows else (k, v)
     this = RingPass(find(call), layer, "backward", *sent)
-    this.expanding = _expanding(expansion, autocast)
+    this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
     sums, of_rows = list[Tensor](), this.zeros(*rows)
     round_numbers = itertools.count()
     returning: list[Iterator[None]] = []
@@ -255,11 +255,6 @@ def backward(
         return [dq.to(q.dtype)]
     summed = zip([dq, dk, dv, *this.expanding.sums_for(weights)], [q, k, v, *weights], strict=True)
     return [total.to(each.dtype) for total, each in summed]
-
-
-def _expanding(expansion: int, autocast: bool) -> Expanding | None:
-    """Returns the expansion of a number."""
-    return None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
 
 
 @torch.library.custom_op("longctx::ring_attention_finish", mutates_args=())

@@ -148,6 +148,6 @@ class RingAttention(CheckedAttention):
         compressed: Compressed | None = None,
     ) -> torch.Tensor:
         layer = NO_LAYER if layer is None else layer
-        if compressed is not None and not self.exchanges:  # in this order, or it would be compiled twice for K and V
-            compressed = None
+        # In this order, or torch.compile would make two programs for K and V.
+        compressed = compressed if compressed is None or self.exchanges else None
         return operator.ring_attention(queries, k, v, sink_logits, self.number, layer, after, compressed)

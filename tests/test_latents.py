@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from longctx.attention.expansion import Compressed
 from longctx.attention.huggingface import HuggingFaceError, prepare, replace_attention
 from longctx.attention.huggingface_latents import Latents, latents_of
+from longctx.attention.inputs import AttentionInputError
+from longctx.attention.ring import RingAttention
 from longctx.config import load
 from longctx.config.problems import ConfigError
 from longctx.model.huggingface_spec import spec_of
+from longctx.parallel.compilation import compile_blocks
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_LATENT, Adapters, ModelSpec
 from longctx.planning.cost.work import work_of
-from longctx.planning.layout import Placement
+from longctx.planning.layout import Layout, Placement
 from longctx.training.build import ulysses_degree
 from longctx.training.run_profile import read_described
 from tests.data_cases import placed_plan
@@ -27,7 +32,7 @@ from tests.huggingface_cases import SPECIAL, build_model
 from tests.latent_cases import DENSE, Case, expected, first_micro_batch, placements, run_step, steps
 from tests.lora_cases import make_checkpoint
 from tests.memory_cases import peak_and_estimate
-from tests.pretrained_cases import largest_error, reference
+from tests.pretrained_cases import SETTINGS, largest_error, reference
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
 
@@ -147,9 +152,12 @@ def test_weights_that_backward_may_not_find_send_keys(hold: Callable[[torch.nn.L
     """Their gradients would lack those of received rows without an error."""
     layer = build_model("deepseek_v3", "longctx").model.layers[0].self_attn
     key, value = layer.expand_kv(torch.ones(1, 1, 2, 16), torch.ones(1, 1, 2, 8))
-    assert latents_of(key, value, key.dtype) is not None
+    taken = layer.expand_kv.last
+    assert latents_of(layer, key, value, key.dtype) is not None
+    assert latents_of(layer, key, value, key.dtype) is None, "nothing holds them any longer"
+    layer.expand_kv.last = taken
     hold(layer.kv_b_proj)
-    assert latents_of(key, value, key.dtype) is None
+    assert latents_of(layer, key, value, key.dtype) is None
 
 
 def scaled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,3 +300,35 @@ def test_heads_of_models_with_latents_are_not_swapped(tmp_path: Path) -> None:
     config = load(None, [source, "context.ulysses_degree=auto", "batch.tokens_per_rank=64"], world_size=2)
     plan = placed_plan([120], 2, [[Placement(0, 0, 2)]])
     assert ulysses_degree(config, config.model_source().spec, plan, 0) == 1
+
+
+@pytest.mark.slow
+def test_blocks_compile_once_for_all_layers(tmp_path: Path) -> None:
+    """And once more for the first layer, whose number 0 is a constant for torch."""
+    torch._dynamo.reset()
+    build_model("deepseek_v3", "eager", num_hidden_layers=4, first_k_dense_replace=4).save_pretrained(tmp_path)
+    model = load(None, [*SETTINGS, f"model.from_pretrained={tmp_path}"]).model_source().build()
+    model.finish(torch.device("cpu"), torch.float32)
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_blocks(model, backend=counter)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    for length in (40, 30, 77):
+
+        def make(scale: float | None, softcap: float, window: int | None, length: int = length) -> RingAttention:
+            attention = RingAttention(Layout.of((Placement(0, 0, 1),), (length,), 0, 0), scale=scale)
+            attention.exchanges = True  # as in a split document
+            return attention
+
+        attention, places = model.attention(make), torch.arange(length)
+        model(places % 16, places, attention).sum().backward()
+    assert not breaks and len(counter.graphs) <= 2
+
+
+def test_what_travels_must_match_the_keys() -> None:
+    q, k, v = (torch.zeros(4, 2, 8) for _ in range(3))
+    attention = RingAttention(Layout.of((Placement(0, 0, 1),), (4,), 0, 0))
+    layer = build_model("deepseek_v3", "longctx").model.layers[0].self_attn
+    for rows in (torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.float64)):
+        with pytest.raises(AttentionInputError, match="must share its 4 tokens, dtype and device"):
+            attention(q, k, v, compressed=Compressed(rows, rows, layer.expand_kv))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from longctx.attention.huggingface import prepare
 from longctx.attention.huggingface_check import HuggingFaceError
-from longctx.attention.huggingface_latents import send_keys
+from longctx.attention.huggingface_latents import send_keys, send_latents
 from longctx.attention.linear.huggingface import replace_linear, restore_linear
 from longctx.trainers.refusals import TrainerError, predicts_masked
 
@@ -34,11 +34,13 @@ def prepared(model: Any) -> Iterator[None]:
             return own(this, *arguments, **named)
         this.set_attn_implementation(before)
         restore_linear(this)
+        send_keys(this)
         try:
             return own(this, *arguments, **named)
         finally:
             this.set_attn_implementation(ring)
             replace_linear(this)
+            send_latents(this)
 
     with contextlib.ExitStack() as undo:
         undo.callback(model.set_attn_implementation, before)
