@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import longctx
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
 from longctx.parallel.timing import now, seconds
 
 RESULTS = Path(__file__).parent / "results"

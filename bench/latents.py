@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import Table, facts, options
-from longctx.attention.huggingface import replace_attention
-from longctx.model.huggingface import block_name
-from longctx.model.huggingface_spec import spec_of
+from longctx.hf.attention import replace_attention
+from longctx.hf.model import block_name
+from longctx.hf.spec import spec_of
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_LATENT, ModelSpec
 from longctx.planning.cost.work import work_of

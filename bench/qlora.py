@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from bench.harness import Table, command, facts, options
 from longctx.config import load
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups

@@ -25,11 +25,11 @@ from torch.nn import functional as F
 
 from harness import Table, command, facts, options
 from longctx import HardwareProfile, make_plan, pack_documents
-from longctx.attention.huggingface import model_inputs, prepare
 from longctx.comparison.baselines import fixed_degree, plan_fixed_static
 from longctx.data.packing import MicroBatch
 from longctx.data.sampler import Sampler
 from longctx.data.trees import Merged, merge_prefixes, pack_merged
+from longctx.hf.attention import model_inputs, prepare
 from longctx.planning.layout import longest_document
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

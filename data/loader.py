@@ -17,7 +17,7 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.mixture import make_steps
 from longctx.data.packing import StepBatch, pack, pack_documents
 from longctx.data.sampler import Piece
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.data.trees import Merged, merge_prefixes
 from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError

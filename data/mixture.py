@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longctx.data.sampler import MOST_EPOCHS, Piece, Sampler, SamplerError, held_out
-from longctx.data.store import Source, Store
+from longctx.data.store.store import Source, Store
 
 Place = tuple[int, int]
 """Cursor of a store's own sampler, and number of tokens taken from the store."""

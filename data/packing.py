@@ -20,7 +20,7 @@ from longctx.planning.plan import Plan
 
 if TYPE_CHECKING:
     from longctx.data.sampler import Piece
-    from longctx.data.store import Store
+    from longctx.data.store.store import Store
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 """Token ids of one document, `[tokens]`."""

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, T5GemmaConfig, T5GemmaForConditionalGe
 
 from longctx import HardwareProfile, Plan, make_plan
 from longctx.attention import warm_up
-from longctx.attention.huggingface import model_inputs, prepare
 from longctx.data.packing import pack_seq2seq
+from longctx.hf.attention import model_inputs, prepare
 
 START = 2
 """First token that the decoder reads."""

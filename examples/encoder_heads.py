@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel
 
 from longctx import HardwareProfile, Plan, make_plan, pack_documents
 from longctx.attention import warm_up
-from longctx.attention.huggingface import model_inputs, prepare
+from longctx.hf.attention import model_inputs, prepare
 from longctx.planning.layout import Layout
 
 FILES = 3

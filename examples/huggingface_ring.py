@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longctx import HardwareProfile, Plan, make_plan, pack_documents
 from longctx.attention import warm_up
-from longctx.attention.huggingface import model_inputs, prepare
+from longctx.hf.attention import model_inputs, prepare
 
 
 def build_model() -> PreTrainedModel:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx import HardwareProfile, make_plan, pack_documents
 from longctx.attention import warm_up
-from longctx.attention.huggingface import model_inputs, prepare
+from longctx.hf.attention import model_inputs, prepare
 
 LENGTHS = (61, 50)
 WINDOW, VOCABULARY = 8, 64

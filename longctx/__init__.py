@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from longctx.attention import RingAttention, ring_attention
     from longctx.config import load as load_config
     from longctx.data.packing import pack_documents
-    from longctx.data.prepare import prepare
-    from longctx.data.store import Store
+    from longctx.data.store.prepare import prepare
+    from longctx.data.store.store import Store
     from longctx.planning.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
     from longctx.planning.planners.planner import make_plan
@@ -21,11 +21,11 @@ _PLACES = {
     "HardwareProfile": "longctx.planning.hardware_profile:HardwareProfile",
     "Plan": "longctx.planning.plan:Plan",
     "RingAttention": "longctx.attention:RingAttention",
-    "Store": "longctx.data.store:Store",
+    "Store": "longctx.data.store.store:Store",
     "load_config": "longctx.config:load",
     "make_plan": "longctx.planning.planners.planner:make_plan",
     "pack_documents": "longctx.data.packing:pack_documents",
-    "prepare": "longctx.data.prepare:prepare",
+    "prepare": "longctx.data.store.prepare:prepare",
     "ring_attention": "longctx.attention:ring_attention",
     "train": "longctx.start:train",
 }

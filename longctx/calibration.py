@@ -27,9 +27,9 @@ from longctx.attention.inputs import Queries
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch
 from longctx.errors import UserError
+from longctx.hf.source import NewDecoder
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention
-from longctx.model.source import NewDecoder
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.planning.cost.scaling import query_share

@@ -2,8 +2,8 @@
 
 from longctx.config import Config
 from longctx.errors import shell
+from longctx.hf.source import lines_on
 from longctx.model.presets import NoNativeModel
-from longctx.model.source import lines_on
 from longctx.training.build import computed_by
 from longctx.training.checks import check_family
 from longctx.training.data import mix_lines

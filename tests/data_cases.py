@@ -10,9 +10,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
-from longctx.data.store import IGNORED_LABEL, Store
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanCost

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
-from longctx.attention.huggingface import model_inputs, prepare
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, pack_documents
+from longctx.hf.attention import model_inputs, prepare
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, SIZE
 from tests.pretrained_cases import PLACEMENTS_OF

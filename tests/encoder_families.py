@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
 from tests.data_cases import placed_plan
 from tests.family_cases import (
     GRADIENT_TOLERANCE,

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from longctx.commands.eval import make_evaluation_planner
 from longctx.config import load
-from longctx.data.store import Store
-from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from longctx.data.records.tokenizer import END_OF_DOCUMENT, Tokenizer
+from longctx.data.store.store import Store
 from longctx.evaluation.loss import evaluate
 from longctx.evaluation.target import Target
 from longctx.parallel.mesh import make_groups

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
-from longctx.attention.linear.huggingface import restore_linear
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
+from longctx.hf.linear import restore_linear
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, gradients, make_documents, unpacked

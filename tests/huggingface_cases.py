@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from longctx.attention.huggingface import NAME, model_inputs, prepare
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import NAME, model_inputs, prepare
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from longctx.attention import huggingface
 from longctx.attention.exchange import Exchange
-from longctx.attention.huggingface import Rings, model_inputs, prepare
-from longctx.attention.huggingface_latents import send_keys
 from longctx.attention.ulysses import packed_attention
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import Rings, model_inputs, prepare
+from longctx.hf.latents import send_keys
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Placement
 from longctx.training import build

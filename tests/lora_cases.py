@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from longctx.config import Config, load
 from longctx.data.sampler import Sampler
-from longctx.data.store import Store
-from longctx.model.huggingface import OURS
-from longctx.model.lora import write_adapter
+from longctx.data.store.store import Store
+from longctx.hf.lora import write_adapter
+from longctx.hf.model import OURS
 from longctx.parallel.compilation import compile_blocks
 from longctx.training import build
 from longctx.training.optimizer import learning_rate

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from longctx.config import load
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.memory.block import BlockMemory
 from longctx.memory.loads import loads
 from longctx.memory.model import Memory, estimate

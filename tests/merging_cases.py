@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
 from tests.data_cases import text_of, write_jsonl
 from tests.lora_cases import weights_of, whole
 from tests.training_cases import start

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longctx.config import load
 from longctx.data.packing import StepBatch, pack_documents
-from longctx.model.huggingface import OURS
+from longctx.hf.model import OURS
 from longctx.model.pretrained_decoder import PretrainedDecoder
 from longctx.parallel.mesh import make_groups
 from longctx.training.build import sizes_of_groups

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from longctx.config import Config, load
 from longctx.data.sampler import Sampler
-from longctx.data.store import Store
-from longctx.model.huggingface import OURS
+from longctx.data.store.store import Store
+from longctx.hf.model import OURS
 from longctx.model.pretrained_decoder import PretrainedDecoder
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, T5GemmaConfig, T5GemmaForConditionalGeneration
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 
-from longctx.attention.huggingface import model_inputs, prepare
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import pack_seq2seq
+from longctx.hf.attention import model_inputs, prepare
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan
 from tests.data_cases import placed_plan, random_plan

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from longctx.data.tokenizer import byte_vocabulary
+from longctx.data.records.tokenizer import byte_vocabulary
 from tests.seq2seq_cases import VOCABULARY, build_seq2seq
 from tests.trainer_cases import DOCUMENTS, PROFILE, TOKENS_PER_RANK, arguments, as_rank, report, select_fsdp_on_cpus, tokenizer
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import transformers
 
 from longctx.config import load
+from longctx.hf.model import TransformersModel
 from longctx.model.decoder import Decoder
-from longctx.model.huggingface import TransformersModel
 from longctx.parallel.mesh import make_groups
 from longctx.training.build import build_model
 from longctx.training.optimizer import make_optimizer

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from longctx.cli import main
-from longctx.data.corpus import CorpusError, open_corpus
-from longctx.data.formats import Document
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
-from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.formats import Document
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from longctx.planning.layout import Placement
 from longctx.training.objectives.objective import token_mean
 from tests.data_cases import made, placed_plan, text_of, write_jsonl, written

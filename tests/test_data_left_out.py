@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from longctx.cli import main
-from longctx.data.chat import ChatError
-from longctx.data.left_out import left_out
-from longctx.data.store import Store
-from longctx.data.tokenizer import TokenizerError
+from longctx.data.records.chat import ChatError
+from longctx.data.records.left_out import left_out
+from longctx.data.records.tokenizer import TokenizerError
+from longctx.data.store.store import Store
 from tests.data_cases import learnt, made, whole, write_jsonl
 from tests.template_cases import FAMILIES, QWEN3, SMOLLM2, SMOLLM2_MARKED, TOOLS, call, chat
 

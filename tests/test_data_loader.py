@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.data.corpus import open_corpus
 from longctx.data.loader import Loader, LoaderError
 from longctx.data.packing import MicroBatch, StepBatch, pack
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
 from longctx.data.sampler import Piece, SamplerError
-from longctx.data.store import IGNORED_LABEL, Store
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
 from tests.data_cases import PROFILE, byte_store, random_plan, write_jsonl

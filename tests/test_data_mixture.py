@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.config import load
-from longctx.data.corpus import open_corpus
 from longctx.data.loader import Loader, LoaderError
-from longctx.data.manifest import StoreError
 from longctx.data.mixture import Mixture, make_steps
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
 from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
-from longctx.data.store import Store
+from longctx.data.store.manifest import StoreError
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from longctx.planning.planners.planner import make_plan
 from longctx.training.validation import Documents
 from tests.data_cases import PROFILE, byte_store, write_jsonl

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from longctx.cli import main
-from longctx.data.chat import ChatError
-from longctx.data.corpus import CorpusError, open_corpus
-from longctx.data.formats import Document
-from longctx.data.manifest import Manifest
-from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.records.chat import ChatError
+from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.formats import Document
+from longctx.data.store.manifest import Manifest
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from tests import data_cases
 from tests.data_cases import interrupt, written
 from tests.template_cases import FAMILIES, TOOLS, chat
@@ -267,8 +267,8 @@ def test_an_interrupted_preparation_goes_on(
     tmp_path: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the same bytes and counts, also after conversations that were dropped."""
-    monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
-    monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 50)
+    monkeypatch.setattr("longctx.data.store.writer.BATCH_DOCUMENTS", 2)
+    monkeypatch.setattr("longctx.data.store.writer.PART_TOKENS", 50)
     asked, *_ = chat("Q")
     lengths = [200 if number % 3 == 0 else 20 for number in range(13)]
     records = [{"messages": [asked, {"role": "assistant", "content": "A " * n, "name": "Bob"}], "id": 1} for n in lengths]

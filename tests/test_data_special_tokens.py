@@ -8,11 +8,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from longctx.cli import main
-from longctx.data.chat import CHATML, ChatError
-from longctx.data.corpus import CorpusError, open_corpus
-from longctx.data.manifest import StoreError
-from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.records.chat import CHATML, ChatError
+from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.store.manifest import StoreError
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from tests.data_cases import learnt, made, whole, write_jsonl
 from tests.template_cases import FAMILIES, TOOLS, chat
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.cli import main
-from longctx.data.corpus import CorpusError, open_corpus
-from longctx.data.manifest import StoreError
-from longctx.data.prepare import prepare
-from longctx.data.store import IGNORED_LABEL, Store
-from longctx.data.tokenizer import Tokenizer, TokenizerError
+from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.tokenizer import Tokenizer, TokenizerError
+from longctx.data.store.manifest import StoreError
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import IGNORED_LABEL, Store
 from tests.data_cases import CONVERSATION, byte_store, text_of, write_jsonl
 
 LENGTHS = (1 + 1, 17, 300, 2, 64)
@@ -101,7 +101,7 @@ def test_it_is_a_dataset_of_the_datasets_library(store: Store) -> None:
 
 
 def test_reading_a_store_needs_neither_torch_nor_datasets(store: Store) -> None:
-    code = f"import sys; from longctx.data.store import Store; Store.open({str(store.path)!r}).read(0, 0, 1)"
+    code = f"import sys; from longctx.data.store.store import Store; Store.open({str(store.path)!r}).read(0, 0, 1)"
     check = "; assert not {'torch', 'datasets', 'pydantic'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True)
 
@@ -288,8 +288,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from longctx.data import writer
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
 
 writer.BATCH_DOCUMENTS = 2
 writer.PART_TOKENS = 50
@@ -308,8 +308,8 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, share: float, finished: int
 ) -> None:
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(12)])
-    monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
-    monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 50)
+    monkeypatch.setattr("longctx.data.store.writer.BATCH_DOCUMENTS", 2)
+    monkeypatch.setattr("longctx.data.store.writer.PART_TOKENS", 50)
     out, whole = tmp_path / "out", tmp_path / "whole"
     command = [sys.executable, "-c", KILLED, str(source), str(out), stage, str(share)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
@@ -340,7 +340,7 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
 
 
 def test_interrupted_preparation_of_another_source_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 1)
+    monkeypatch.setattr("longctx.data.store.writer.PART_TOKENS", 1)
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(4)])
 
     def stop(stage: str, share: float) -> None:

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from longctx.cli import main
 from longctx.data import IGNORED_LABEL
-from longctx.data.chat import ChatError
-from longctx.data.corpus import open_corpus
-from longctx.data.manifest import StoreError
-from longctx.data.markup import Markup
-from longctx.data.prepare import prepare
-from longctx.data.pretrained import Pretrained
-from longctx.data.store import Store
-from longctx.data.template import Template
-from longctx.data.tokenizer import TokenizerError
+from longctx.data.records.chat import ChatError
+from longctx.data.records.corpus import open_corpus
+from longctx.data.records.markup import Markup
+from longctx.data.records.pretrained import Pretrained
+from longctx.data.records.template import Template
+from longctx.data.records.tokenizer import TokenizerError
+from longctx.data.store.manifest import StoreError
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from tests.data_cases import learnt, made, write_jsonl
 from tests.template_cases import FAMILIES, SMOLLM2, SMOLLM2_MARKED, TOOLS, Family, call, chat
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerJson
 from tokenizers import models, normalizers, pre_tokenizers
 
-from longctx.data.chat import ChatML
-from longctx.data.messages import parse_messages
-from longctx.data.prepare import prepare
-from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, byte_vocabulary, fingerprint, same_tokens
+from longctx.data.records.chat import ChatML
+from longctx.data.records.messages import parse_messages
+from longctx.data.records.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, byte_vocabulary, fingerprint, same_tokens
+from longctx.data.store.prepare import prepare
 from tests.data_cases import CONVERSATION, text_of
 
 TEXTS = [text_of(400, seed) + " the theory of the thing" for seed in range(20)]

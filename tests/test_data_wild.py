@@ -19,13 +19,13 @@ import pytest
 
 from longctx.cli import main
 from longctx.config import load
-from longctx.data.chat import ChatError
-from longctx.data.corpus import CorpusError, open_corpus
 from longctx.data.mixture import make_steps
-from longctx.data.prepare import prepare
+from longctx.data.records.chat import ChatError
+from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.tokenizer import TokenizerError
 from longctx.data.sampler import Piece, Sampler, SamplerError
-from longctx.data.store import IGNORED_LABEL, Store
-from longctx.data.tokenizer import TokenizerError
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.training.data import steps_of_run
 from tests.data_cases import learnt, made, whole, write_jsonl, written
 from tests.template_cases import SMOLLM2

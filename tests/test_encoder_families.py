@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from longctx.attention.huggingface import HuggingFaceError, prepare
+from longctx.hf.attention import HuggingFaceError, prepare
 from tests.encoder_families import FAMILIES, build, classify
 from tests.family_cases import MIXING
 from tests.test_huggingface_families import OUTCOMES, find_all, outcomes, render

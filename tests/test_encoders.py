@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import transformers
 
-from longctx.attention.huggingface import HuggingFaceError, model_inputs
-from longctx.attention.huggingface import prepare as prepare_model
 from longctx.config import load
 from longctx.errors import UserError
-from longctx.model.huggingface import block_name
-from longctx.model.huggingface_spec import spec_of
+from longctx.hf.attention import HuggingFaceError, model_inputs
+from longctx.hf.attention import prepare as prepare_model
+from longctx.hf.model import block_name
+from longctx.hf.spec import spec_of
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.work import work_of
 from longctx.training.metrics import model_flops

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longctx.cli import main
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.evaluation.loss import LossPart
 from tests import launched
 from tests.evaluation_cases import FOR_CHECKPOINTS, losses, plain_losses, save_checkpoint, train_checkpoint

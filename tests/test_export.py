@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from longctx.cli import main
 from longctx.commands.export import parse_size
 from longctx.config import Config
-from longctx.data.tokenizer import Tokenizer
+from longctx.data.records.tokenizer import Tokenizer
 from longctx.model.checkpoint_files import INDEX, CheckpointFiles
 from longctx.model.checkpoint_writer import CheckpointWriter
 from longctx.model.decoder import Decoder

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import transformers
 
 from longctx.config import load
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
 from longctx.training.run import Run

@@ -19,9 +19,9 @@ import yaml
 from longctx.cli import main
 from longctx.commands import finetune as command
 from longctx.config import Config, load
+from longctx.data.records.tokenizer import same_tokens
 from longctx.data.sampler import Sampler, held_out
-from longctx.data.store import Store
-from longctx.data.tokenizer import same_tokens
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.training import data as run_data

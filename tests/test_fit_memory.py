@@ -9,7 +9,7 @@ import yaml
 from longctx import start
 from longctx.cli import main
 from longctx.config import Config, load
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.memory.advisor import ROOM, changes_between, fitted, heaviest
 from longctx.memory.model import estimate
 from longctx.start import _fits_memory

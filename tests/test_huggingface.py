@@ -10,8 +10,8 @@ import torch
 from transformers import masking_utils
 
 from longctx.attention import huggingface
-from longctx.attention.huggingface import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, one_document, ring_step, unpacked
@@ -197,6 +197,6 @@ def test_padding_is_refused() -> None:
 
 @pytest.mark.slow
 def test_without_transformers_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['transformers'] = None; from longctx.attention.huggingface import prepare; prepare(None)"
+    code = "import sys; sys.modules['transformers'] = None; from longctx.hf.attention import prepare; prepare(None)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode and "pip install '.[huggingface]'" in process.stderr

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from longctx.attention import huggingface_check
-from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
-from longctx.attention.huggingface_check import longest_exact
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
+from longctx.hf.exactness import longest_exact
 from tests.data_cases import placed_plan
 from tests.family_cases import build
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, build_model, make_documents, one_document, ring_step, shard, unpacked
@@ -54,9 +54,9 @@ def test_linear_layers_are_not_checked_in_evaluation_mode(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "kimi_linear", "lfm2", "mamba", "mamba2", "minimax_m3_vl_text", "qwen3_next"])
 def test_other_mixing_of_tokens_is_noticed_without_being_declared(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr("longctx.attention.linear.huggingface.LINEAR_LAYERS", ())
+    monkeypatch.setattr("longctx.hf.linear.LINEAR_LAYERS", ())
     monkeypatch.setattr(huggingface_check, "check_config", lambda config, linear=False: None)
-    monkeypatch.setattr("longctx.attention.huggingface.check_config", lambda config, linear=False: None)
+    monkeypatch.setattr("longctx.hf.attention.check_config", lambda config, linear=False: None)
     expected = r"mixes tokens outside|never calls|passes .* to its attention|does not run on packed"
     with pytest.raises(HuggingFaceError, match=expected):
         prepare(build(kind, "eager"))

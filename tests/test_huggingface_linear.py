@@ -11,9 +11,9 @@ import torch.distributed as dist
 import transformers
 
 from longctx import make_plan
-from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.config import load
 from longctx.data.packing import pack_documents
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
 from longctx.planning.assignment import Assignment
 from longctx.planning.cost.model import score
 from longctx.planning.cost.scaling import scale

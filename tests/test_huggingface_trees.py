@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.data.packing import MicroBatch
 from longctx.data.trees import Merged, merge_prefixes, pack_merged
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.planners.planner import make_plan
 from tests.family_cases import build, largest_error

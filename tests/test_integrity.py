@@ -19,8 +19,8 @@ from longctx import checksums
 from longctx.checksums import SummedFile
 from longctx.cli import main
 from longctx.data import mapped
-from longctx.data.manifest import Manifest, StoreError
-from longctx.data.store import Store
+from longctx.data.store.manifest import Manifest, StoreError
+from longctx.data.store.store import Store
 from longctx.training.metrics import MetricsLog, mean_speed
 from longctx.training.saved import checkpoint, saving
 from longctx.training.saved.checkpoint import NoCheckpoint, SavedWeights
@@ -160,7 +160,7 @@ def test_checksums_do_not_depend_on_how_a_file_was_written(tmp_path_factory: pyt
 
 
 def test_only_the_parts_that_are_read_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr("longctx.data.store.writer.BATCH_DOCUMENTS", 1)
     for module in (mapped, checksums):
         monkeypatch.setattr(module, "CHUNK", 256)
     monkeypatch.setattr(mapped, "SMALL", 0)
@@ -210,7 +210,7 @@ def test_names_that_lead_out_of_a_store_are_refused(store: Path, name: str) -> N
 
 
 def test_a_damaged_journal_does_not_stop_preparing(tmp_path: Path) -> None:
-    from longctx.data.writer import JOURNAL, finished_parts
+    from longctx.data.store.writer import JOURNAL, finished_parts
 
     arrow = tmp_path / "data-00000.arrow"
     arrow.write_bytes(b"x" * 10)

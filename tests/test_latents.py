@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from longctx.attention.expansion import Compressed
-from longctx.attention.huggingface import HuggingFaceError, prepare, replace_attention
-from longctx.attention.huggingface_latents import Latents, latents_of
 from longctx.attention.inputs import AttentionInputError
 from longctx.attention.ring import RingAttention
 from longctx.config import load
 from longctx.config.problems import ConfigError
-from longctx.model.huggingface_spec import spec_of
+from longctx.hf.attention import HuggingFaceError, prepare, replace_attention
+from longctx.hf.latents import Latents, latents_of
+from longctx.hf.spec import spec_of
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_LATENT, Adapters, ModelSpec

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from longctx.model.linear_costs import linear_costs
+from longctx.hf.linear_costs import linear_costs
 from tests.lora_cases import make_checkpoint
 from tests.marks import slow_unless
 from tests.memory_cases import peak_and_estimate

@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longctx import make_plan
 from longctx.attention.linear import fused
-from longctx.attention.linear.huggingface import ARGUMENT, LayerRecurrence, linear_layers, replace_functions
 from longctx.attention.linear.recurrence import Recurrence
 from longctx.config import load
-from longctx.model.huggingface_spec import spec_of
-from longctx.model.linear_costs import TOKENS, _solve_flops
+from longctx.hf.linear import ARGUMENT, LayerRecurrence, linear_layers, replace_functions
+from longctx.hf.linear_costs import TOKENS, _solve_flops
+from longctx.hf.spec import spec_of
 from longctx.parallel.recompute import _recomputed
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_FLOPS, ModelSpec

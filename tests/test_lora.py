@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
-from longctx.model.lora import merge, write_adapter
+from longctx.hf.lora import merge, write_adapter
 from longctx.planning.cost.work import work_of
 from longctx.training.metrics import model_flops
 from tests.lora_cases import (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from longctx import cli
 from longctx.comparison.measured import MeasuredComparison, MeasuredMode, MeasuredStep, mode_configs, train_in_turn
 from longctx.config import ConfigError, load
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
 from longctx.training import passes as module

@@ -15,7 +15,7 @@ from longctx.attention.kernels import KernelRequest
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.config.rules import broken_rules
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.memory import kernels
 from longctx.memory.advisor import DoesNotFit, as_override, cheapest_change, choices, heaviest, refuse_too_large, savings
 from longctx.memory.loads import Load, loads

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
-from longctx.data.corpus import open_corpus
 from longctx.data.loader import Loader, Merging, merge_pieces
 from longctx.data.packing import StepBatch, pack_documents
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
 from longctx.data.sampler import Piece
-from longctx.data.store import Store
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from longctx.data.trees import merge_prefixes
 from longctx.planning.planners.planner import make_plan
 from longctx.training.data import plan_steps

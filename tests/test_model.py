@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from longctx.attention import reference_attention
 from longctx.config import load
 from longctx.config.settings import OptimizerSection
+from longctx.hf.source import NewDecoder
 from longctx.model.decoder import Decoder, Embedding
 from longctx.model.families import expressed
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
-from longctx.model.source import NewDecoder
 from longctx.training.checks import check_model
 from longctx.training.data import RunData
 from longctx.training.objectives.loss import cross_entropy_sum, log_probabilities, rows_with_labels

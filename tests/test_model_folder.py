@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
+from longctx.hf.model import TransformersSource
 from longctx.model.checkpoint_files import CheckpointFiles
-from longctx.model.huggingface import TransformersSource
 from longctx.training.saved.model_folder import keep_model_files
 from tests.data_cases import write_jsonl
 from tests.template_cases import FAMILIES, chat

@@ -9,13 +9,13 @@ import torch
 import transformers
 from torch.nn import functional as F
 
+from longctx.hf.source import pretrained
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.decoder import Decoder
 from longctx.model.families import FAMILIES, expressed
 from longctx.model.family import canonical
 from longctx.model.presets import PRESETS, ModelShape, NoNativeModel
 from longctx.model.pretrained_decoder import PretrainedDecoder
-from longctx.model.source import pretrained
 from tests.huggingface_cases import SPECIAL
 from tests.native_cases import BASE, CASES, EXPERTS, as_saved, attention_of, build
 from tests.pretrained_cases import largest_error

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx.cli import main
 from longctx.config import load
-from longctx.data.new_tokens import save_with_tokens
-from longctx.data.store import Store
+from longctx.data.records.new_tokens import save_with_tokens
+from longctx.data.store.store import Store
 from longctx.errors import UserError
-from longctx.model.source import pretrained
+from longctx.hf.source import pretrained
 from longctx.training.checks import check_model
 from longctx.training.data import RunData
 from longctx.training.saved.model_folder import keep_model_files

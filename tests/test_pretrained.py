@@ -19,8 +19,8 @@ from longctx.attention import Mask, RingAttention, huggingface, ring_pass
 from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.config import load
+from longctx.hf.source import adapted, pretrained
 from longctx.model.checkpoint_files import PretrainedError
-from longctx.model.source import adapted, pretrained
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
 from longctx.training.saved import checkpoint

@@ -13,8 +13,8 @@ pytest.importorskip("torchao")
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
-from longctx.model.lora import merge
-from longctx.model.quantized import QuantizedLinear
+from longctx.hf.lora import merge
+from longctx.hf.quantized import QuantizedLinear
 from tests.lora_cases import make_checkpoint, resumed, resuming_fails, run, run_compiled, run_with_checkpoints, settings_of
 from tests.memory_cases import peak_and_estimate
 from tests.quantized_cases import expanded

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
 from tests.training_cases import start
 from tests.workers import Workers
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.data.packing import PackingError, pack_documents, pack_seq2seq
+from longctx.hf.attention import HuggingFaceError, model_inputs, prepare
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import build_model

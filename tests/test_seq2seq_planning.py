@@ -9,7 +9,7 @@ import torch
 from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
 from longctx import make_plan
-from longctx.model.huggingface_spec import spec_of_seq2seq
+from longctx.hf.spec import spec_of_seq2seq
 from longctx.planning.cost.amounts import Amounts
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.cost.spec import ModelSpec

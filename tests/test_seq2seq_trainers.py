@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from longctx.model.huggingface_spec import spec_of_seq2seq
+from longctx.hf.spec import spec_of_seq2seq
 from longctx.planning.parts import EQUAL_PARTS
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.pairs import TARGETS, rows_of_pairs

@@ -15,8 +15,8 @@ pytest.importorskip("gguf")
 from transformers import AutoModelForCausalLM
 
 from longctx.config import load
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
 from tests.lora_cases import SETTINGS, STEPS, Tensors, plain_loop, reference, settings_of, weights_of
 from tests.training_cases import SMALL
 

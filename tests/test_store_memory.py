@@ -12,7 +12,7 @@ import pytest
 from longctx.checksums import checksums
 from longctx.data.mixture import make_steps
 from longctx.data.sampler import held_out
-from longctx.data.store import Store, store_schema
+from longctx.data.store.store import Store, store_schema
 from tests.data_cases import byte_store
 
 pytestmark = pytest.mark.slow

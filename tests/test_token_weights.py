@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import longctx.data.writer
+import longctx.data.store.writer
 from longctx.cli import main
-from longctx.data.chat import ChatError
 from longctx.data.loader import plan_step, read_step
+from longctx.data.records.chat import ChatError
 from longctx.data.sampler import Piece
-from longctx.data.store import IGNORED_LABEL, Store
+from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.errors import UserError
 from longctx.training.checks import check_model
 from longctx.training.data import RunData
@@ -110,7 +110,7 @@ def test_stores_without_them_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_only_files_that_need_the_column_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part without it ends where the first weights come, also if the preparation is interrupted there."""
-    monkeypatch.setattr(longctx.data.writer, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(longctx.data.store.writer, "BATCH_DOCUMENTS", 1)
     given = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6], "weights": [1, 0.5, 0]}, {"input_ids": [7, 8, 9]}]
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path, given, progress=interrupt)

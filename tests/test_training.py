@@ -21,9 +21,9 @@ from longctx import start as starting
 from longctx.cli import main
 from longctx.config import Config, ConfigError
 from longctx.config.settings import WandbSetting
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
-from longctx.data.store import Store
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from longctx.training.data import choose_max_length
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run import Run

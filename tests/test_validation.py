@@ -14,7 +14,7 @@ from longctx.attention import RingAttention
 from longctx.cli import main
 from longctx.config import load
 from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.planning.layout import Placement
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.validation import Documents, in_steps

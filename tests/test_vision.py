@@ -10,10 +10,10 @@ from transformers import AutoModelForImageTextToText
 
 from longctx.cli import main
 from longctx.config import load
-from longctx.data.prepare import prepare
+from longctx.data.store.prepare import prepare
 from longctx.errors import UserError
-from longctx.model.lora import find_targets
-from longctx.model.vision import VISION_FAMILIES, tower_blocks, tower_sizes
+from longctx.hf.lora import find_targets
+from longctx.hf.vision import VISION_FAMILIES, tower_blocks, tower_sizes
 from longctx.training.saved.export import how_to_load
 from tests import launched, pretrained_cases
 from tests.data_cases import learnt, made, whole, write_jsonl

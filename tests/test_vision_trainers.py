@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from longctx.model.vision import VISION_FAMILIES, ImagePlace, weights_of_images
+from longctx.hf.vision import VISION_FAMILIES, ImagePlace, weights_of_images
 from longctx.planning.planners.planner import make_plan
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.documents import rows_of

@@ -12,8 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
+from longctx.hf.vision import VISION_FAMILIES, ImagePlace, tower_spec
 from longctx.model.presets import PRESETS
-from longctx.model.vision import VISION_FAMILIES, ImagePlace, tower_spec
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.cost.spec import Adapters, ModelSpec
 from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed

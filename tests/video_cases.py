@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from longctx.model.vision import ImagePlace
+from longctx.hf.vision import ImagePlace
 from longctx.trainers.image_shares import Image, Pixels, Places
 from tests.vision_cases import IMAGE, LENGTHS
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from longctx.model.vision import ImagePlace
+from longctx.hf.vision import ImagePlace
 from longctx.planning.layout import Placement
 from longctx.trainers.image_shares import Image, Pixels, Places
 from tests.huggingface_cases import SIZE

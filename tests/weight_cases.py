@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from longctx.attention import RingAttention
 from longctx.config import load
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
-from longctx.data.store import IGNORED_LABEL, Store
+from longctx.data.records.corpus import open_corpus
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import IGNORED_LABEL, Store
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan, text_of, write_jsonl
 from tests.lora_cases import whole

@@ -5,11 +5,11 @@ Needs no processes, GPUs or run folder; free memory, kernel and run folder are c
 
 from longctx.config import Config
 from longctx.data.sampler import Sampler
-from longctx.data.store import Store
+from longctx.data.store.store import Store
+from longctx.hf.source import lines_on
 from longctx.memory.advisor import verdict
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
-from longctx.model.source import lines_on
 from longctx.parallel.device import assumed, choose_device
 from longctx.training.checks import check_model, check_vocabulary
 from longctx.training.data import RunData, mix_lines, plan_steps, steps_of_epochs, steps_of_run, with_steps

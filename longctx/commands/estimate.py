@@ -10,7 +10,7 @@ from longctx.errors import UserError
 from longctx.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from longctx.data.store import Store
+    from longctx.data.store.store import Store
     from longctx.planning.cost.spec import ModelSpec
 
 SUMMARY = "Say whether a run fits: peak memory per rank, as configured and for other choices of settings"

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _documents(arguments: argparse.Namespace, target: "Target", world_size: int) -> "Documents":
-    from longctx.data.store import Store
+    from longctx.data.store.store import Store
     from longctx.training.data import RunData
     from longctx.training.validation import Documents, validation_documents
 

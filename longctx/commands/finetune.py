@@ -18,7 +18,7 @@ from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
 
 if TYPE_CHECKING:
-    from longctx.data.store import Store
+    from longctx.data.store.store import Store
 
 SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
 OVERRIDES = True
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.data.store import Store
+    from longctx.data.store.store import Store
     from longctx.training.checks import check_model
     from longctx.training.data import RunData
 
@@ -132,8 +132,8 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
 
 def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
-    from longctx.data.manifest import StoreError
-    from longctx.data.new_tokens import save_with_tokens
+    from longctx.data.records.new_tokens import save_with_tokens
+    from longctx.data.store.manifest import StoreError
 
     tokenizer = arguments.tokenizer or arguments.model
     if chosen.model.new_tokens is not None and arguments.tokenizer is None:

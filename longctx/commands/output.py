@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.data.writer import Progress as Show
+    from longctx.data.store.writer import Progress as Show
     from longctx.parallel.environment import Launch
 
 GRACE_S = 10

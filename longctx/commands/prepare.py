@@ -13,8 +13,8 @@ from longctx.commands.output import progress_bar
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.data.manifest import Manifest
-    from longctx.data.prepare import Prepared
+    from longctx.data.store.manifest import Manifest
+    from longctx.data.store.prepare import Prepared
 
 ASKED = ("tokenizer", "end_of_document", "chat_template", "train_on", "max_length", "long_documents", "workers", "overwrite")
 """Options that `prepare` takes by the same names."""
@@ -127,9 +127,9 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.data.corpus import open_corpus
-    from longctx.data.prepare import prepare
-    from longctx.data.tokenizer import ANOTHER_TOKENIZER
+    from longctx.data.records.corpus import open_corpus
+    from longctx.data.records.tokenizer import ANOTHER_TOKENIZER
+    from longctx.data.store.prepare import prepare
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: must be at least 1")

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longctx.config import Config, ConfigError, check
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish

@@ -16,7 +16,7 @@ from longctx.comparison.baselines import check_fixed_degree
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import Case
 from longctx.data.sampler import Sampler, SamplerError
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.planning.check import check_lengths, check_settings
 from longctx.planning.hardware_profile import HardwareProfile

@@ -10,8 +10,8 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.config.process_rules import process_rules
 from longctx.config.run import FLOAT8_ROWS, Config
 from longctx.errors import UserError, install, shell
+from longctx.hf.lora_options import ALL_LINEAR, LoraError, QuantizationError
 from longctx.model.context_extension import RopeError
-from longctx.model.options import ALL_LINEAR, LoraError, QuantizationError
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.ulysses import ulysses_degrees
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError

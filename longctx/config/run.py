@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from longctx.config import settings
 from longctx.config.problems import plain
-from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
+from longctx.hf.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import longest_document
 from longctx.planning.pipeline import Pipeline

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from longctx.config.problems import ConfigError, Problem
+from longctx.hf.lora_options import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
-from longctx.model.options import Lora
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute

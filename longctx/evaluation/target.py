@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longctx.config import Config, load
-from longctx.data.manifest import is_store
-from longctx.data.store import Store
-from longctx.data.tokenizer import Tokenizer
+from longctx.data.records.tokenizer import Tokenizer
+from longctx.data.store.manifest import is_store
+from longctx.data.store.store import Store
 from longctx.errors import UserError
+from longctx.hf.source import ModelSource
 from longctx.model.checkpoint_files import check_name
 from longctx.model.protocol import differences_but_rope
-from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import choose_max_length
 from longctx.training.passes import Passes

@@ -12,7 +12,7 @@ import torch
 from longctx.config import Config
 from longctx.config.problems import yaml_text
 from longctx.config.rules import broken_rules
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import Load, full_loads, loads
 from longctx.memory.model import Memory, estimate, fits

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from longctx.data import IGNORED_LABEL
-from longctx.model.vision import VISION_FAMILIES
+from longctx.hf.vision import VISION_FAMILIES
 from longctx.planning.layout import Span
 from longctx.planning.tree import Tree
 from longctx.trainers.images import PIXELS, DocumentImages, fields_of_images, images_of_rows

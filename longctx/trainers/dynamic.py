@@ -13,11 +13,11 @@ import torch.distributed as dist
 from pyarrow import compute
 
 from longctx.attention import warm_up
+from longctx.hf.lora import with_adapters
+from longctx.hf.model import block_name
+from longctx.hf.spec import spec_of, spec_of_seq2seq
+from longctx.hf.vision import is_vision, weights_of_images, with_tower
 from longctx.memory.advisor import available_bytes
-from longctx.model.huggingface import block_name
-from longctx.model.huggingface_spec import spec_of, spec_of_seq2seq
-from longctx.model.lora import with_adapters
-from longctx.model.vision import is_vision, weights_of_images, with_tower
 from longctx.parallel.environment import processes_per_node
 from longctx.parallel.mesh import exchange_options
 from longctx.planning.check import check_settings

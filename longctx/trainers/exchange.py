@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longctx.model.vision import ImagePlace
+from longctx.hf.vision import ImagePlace
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.layout import Layout, Span
 from longctx.planning.tree import Tree

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import MicroBatch
 from longctx.errors import UserError
-from longctx.model.vision import IN_BOTH_DIRECTIONS, ImagePlace, Images, image_positions
+from longctx.hf.vision import IN_BOTH_DIRECTIONS, ImagePlace, Images, image_positions
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import spread_images
 from longctx.planning.layout import Layout, Placement, Span

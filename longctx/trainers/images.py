@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longctx.model.vision import FRAMES_APART, IN_BOTH_DIRECTIONS, ImagePlace, Images, encoded, tokens_of_image, video_token
+from longctx.hf.vision import FRAMES_APART, IN_BOTH_DIRECTIONS, ImagePlace, Images, encoded, tokens_of_image, video_token
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import Grid
 from longctx.planning.plan import Plan

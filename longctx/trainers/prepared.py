@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from longctx.attention.huggingface import prepare
-from longctx.attention.huggingface_check import HuggingFaceError
-from longctx.attention.huggingface_latents import send_keys, send_latents
-from longctx.attention.linear.huggingface import replace_linear, restore_linear
+from longctx.hf.attention import prepare
+from longctx.hf.exactness import HuggingFaceError
+from longctx.hf.latents import send_keys, send_latents
+from longctx.hf.linear import replace_linear, restore_linear
 from longctx.trainers.refusals import TrainerError, predicts_masked
 
 BEFORE = "_attention_before"

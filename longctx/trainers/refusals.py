@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from longctx.attention.huggingface import configs_of_parts
 from longctx.errors import UserError
-from longctx.model.vision import is_vision, weights_of_images
+from longctx.hf.attention import configs_of_parts
+from longctx.hf.vision import is_vision, weights_of_images
 
 OF_TOKENS = ("SFTTrainer",)
 """Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""

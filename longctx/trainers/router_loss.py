@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longctx.attention.huggingface_check import OF_ALL_RANKS
+from longctx.hf.exactness import OF_ALL_RANKS
 from longctx.trainers.refusals import TrainerError, trainer_of_trl
 
 NAME = "load_balancing_loss_func"

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from longctx.attention.huggingface import model_inputs
 from longctx.data.packing import MicroBatch, fill, with_source
-from longctx.model.huggingface import row
+from longctx.hf.attention import model_inputs
+from longctx.hf.model import row
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from longctx.config import Config
-from longctx.data.store import Store
+from longctx.data.store.store import Store
+from longctx.hf.source import ModelSource
 from longctx.model.protocol import Model, differences_but_rope
-from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.training.build import computed_by
 from longctx.training.data import build_loader, choose_max_length

@@ -7,13 +7,13 @@ import torch
 from longctx.config import Config
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
-from longctx.data.manifest import TOKENIZER
-from longctx.data.new_tokens import added_tokens, without_added
-from longctx.data.pretrained import Pretrained
-from longctx.data.store import Store
-from longctx.data.tokenizer import TokenizerError, same_tokens
+from longctx.data.records.new_tokens import added_tokens, without_added
+from longctx.data.records.pretrained import Pretrained
+from longctx.data.records.tokenizer import TokenizerError, same_tokens
+from longctx.data.store.manifest import TOKENIZER
+from longctx.data.store.store import Store
 from longctx.errors import UserError, shell
-from longctx.model.source import ModelSource
+from longctx.hf.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
 from longctx.training.data import RunData

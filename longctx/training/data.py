@@ -11,7 +11,7 @@ from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader, Merging, Planner, merge_pieces, plan_step
 from longctx.data.mixture import Mixture, Steps, make_steps
 from longctx.data.sampler import Sampler
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.parallel.mesh import Mesh
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan

@@ -12,8 +12,8 @@ from longctx.attention import RingAttention
 from longctx.attention.host_to_device import copy_to
 from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
+from longctx.hf.source import ModelSource
 from longctx.model.protocol import Attention
-from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from longctx.config import Config
-from longctx.model.source import ModelSource
+from longctx.hf.source import ModelSource
 from longctx.parallel.device import prepare_device
 from longctx.parallel.environment import Launch
 from longctx.training.data import RunData, with_steps

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from longctx.config import Config
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
-from longctx.model.source import ModelSource
+from longctx.hf.source import ModelSource
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
 from longctx.training import agreement

@@ -14,7 +14,7 @@ from longctx.config import Config
 from longctx.data.loader import Planner, plan_step, read_step
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, padding

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
-from longctx.data.store import Store
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.training.saved import checkpoint
 from tests.faults.inputs import FULL, LIMIT_S, LONGEST_MESSAGE, TINY, Fuzzer

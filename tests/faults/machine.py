@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.namespaces import ClusterError, command, linked_namespaces
 from longctx.checksums import damage
-from longctx.data.manifest import Manifest
+from longctx.data.store.manifest import Manifest
 from longctx.training.saved import checkpoint
 from tests.faults.kills import Killer, Row, last_step, result
 from tests.launched import Group, start

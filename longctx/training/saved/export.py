@@ -15,21 +15,21 @@ import numpy as np
 import torch
 
 from longctx import tokenizer_files
-from longctx.data.manifest import is_store
+from longctx.data.store.manifest import is_store
 from longctx.errors import UserError, brief, shortened
+from longctx.hf.lora import ADAPTERS, AdaptedModel, write_adapter
+from longctx.hf.lora_options import Lora
+from longctx.hf.model import open_checkpoint
+from longctx.hf.source import adapted_source, transformers_source
+from longctx.hf.vision import VISION_CLASS, VISION_FAMILIES, is_vision_checkpoint
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
-from longctx.model.huggingface import open_checkpoint
-from longctx.model.lora import ADAPTERS, AdaptedModel, write_adapter
-from longctx.model.options import Lora
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
-from longctx.model.source import adapted_source, transformers_source
-from longctx.model.vision import VISION_CLASS, VISION_FAMILIES, is_vision_checkpoint
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from longctx import tokenizer_files
-from longctx.data.chat import CHATML, TEMPLATE_FILE
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
-from longctx.data.new_tokens import added_tokens
-from longctx.data.store import Store
+from longctx.data.records.chat import CHATML, TEMPLATE_FILE
+from longctx.data.records.new_tokens import added_tokens
+from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
+from longctx.data.store.store import Store
+from longctx.hf.source import ModelSource
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, small_files
-from longctx.model.source import ModelSource
 
 SAMPLED = 32
 """Documents of a store in which ends are looked for: so many of those with targets everywhere, and of the others."""

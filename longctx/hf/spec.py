@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from longctx.attention.huggingface_latents import has_latents, used_parts
-from longctx.attention.linear.huggingface import has_delta_rule, linear_layers, state_size
+from longctx.hf.latents import has_latents, used_parts
+from longctx.hf.linear import has_delta_rule, linear_layers, state_size
+from longctx.hf.linear_costs import LinearCosts, linear_costs
 from longctx.model.experts import stacks_experts
-from longctx.model.linear_costs import LinearCosts, linear_costs
 from longctx.planning.cost.spec import NO_LATENT, Latent, LayerSpec, ModelSpec, Scan
 
 WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")

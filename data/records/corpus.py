@@ -2,7 +2,7 @@
 
 A source is `python-stdlib` (the standard library of the running Python: real source code, no download), a file, a folder of
 files, a dataset that `datasets` saved on disk, or one of the Hugging Face hub. The ending of a file decides how it is
-read: records (`READERS`, which `longctx.data.formats` describes) or one text (`TEXT_ENDINGS`); `as_text` reads every file as
+read: records (`READERS`, which `longctx.data.records.formats` describes) or one text (`TEXT_ENDINGS`); `as_text` reads every file as
 one text. Of files that belong to several splits by their names, those of one split are read. Everything else in a folder is
 listed in `Corpus.not_read`, with the reason: other endings, other splits, readme files beside records, broken links. Files and
 folders whose names begin with a dot are ignored, and texts that are not UTF-8 are skipped and counted; any other unreadable
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from longctx.data.chat import ChatError
-from longctx.data.formats import Document, columns_of, parse_record
-from longctx.data.hub import HubDataset, may_be_name
-from longctx.data.messages import FormatError
-from longctx.data.readers import (
+from longctx.data.records.chat import ChatError
+from longctx.data.records.formats import Document, columns_of, parse_record
+from longctx.data.records.hub import HubDataset, may_be_name
+from longctx.data.records.messages import FormatError
+from longctx.data.records.readers import (
     MEGATRON,
     READERS,
     Columns,

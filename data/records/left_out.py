@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from longctx.data.chat import ChatError, Message
-from longctx.data.messages import Parts, leaves
+from longctx.data.records.chat import ChatError, Message
+from longctx.data.records.messages import Parts, leaves
 
 SHORT = 16  # maximum characters of a text that is looked for after the others
 CONTENTS = ("content of user messages", "content of assistant messages")

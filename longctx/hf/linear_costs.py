@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from longctx.attention.linear.huggingface import ARGUMENT, LayerRecurrence, replace_functions
 from longctx.attention.linear.recurrence import Recurrence
+from longctx.hf.linear import ARGUMENT, LayerRecurrence, replace_functions
 from longctx.planning.cost.spec import PassFlops
 from longctx.planning.layout import Layout, Placement
 

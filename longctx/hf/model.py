@@ -1,6 +1,6 @@
 """Trains any causal language model of transformers: its own code between our data, attention and loss.
 
-Transformers' own forward runs. Attention is replaced through transformers' interface (`longctx.attention.huggingface`),
+Transformers' own forward runs. Attention is replaced through transformers' interface (`longctx.hf.attention`),
 weights are read from the checkpoint's files block by block, and the loss takes the hidden states in chunks. Before the first
 step, a run of the model on a few tokens checks that packing and splitting documents does not change its results.
 """
@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.attention.huggingface import Rings, check_length, packing_from_layout, replace_attention
-from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
 from longctx.errors import brief
+from longctx.hf.attention import Rings, check_length, packing_from_layout, replace_attention
+from longctx.hf.conversion import Conversion
+from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_packed
+from longctx.hf.spec import spec_of
+from longctx.hf.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.model.balance import RowDocuments
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
-from longctx.model.conversion import Conversion
-from longctx.model.huggingface_spec import spec_of
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.planning.cost.spec import ModelSpec
 
 OURS = "hf."

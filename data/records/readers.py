@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx.data.megatron import read_megatron
-from longctx.data.messages import FormatError, parse_json, without_nulls
-from longctx.data.token_ids import IDS_KEYS
+from longctx.data.records.megatron import read_megatron
+from longctx.data.records.messages import FormatError, parse_json, without_nulls
+from longctx.data.records.token_ids import IDS_KEYS
 from longctx.errors import UserError, brief
 
 MEGATRON = (".idx", ".bin")

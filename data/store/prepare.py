@@ -15,17 +15,17 @@ from typing import Any
 
 from longctx import tokenizer_files
 from longctx.checksums import checksums
-from longctx.data.chat import CHATML, TEMPLATE_FILE
-from longctx.data.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
-from longctx.data.encode import Encoder
-from longctx.data.formats import TOKEN_IDS, WITHOUT_TEMPLATE
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
-from longctx.data.pretrained import Pretrained
-from longctx.data.readers import CorpusError
-from longctx.data.request import StoreRequest
-from longctx.data.store_folder import NOTES, partial_folder, present, put_in_place
-from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
-from longctx.data.writer import SUMS, Part, Progress, write_dataset_files, write_parts
+from longctx.data.records.chat import CHATML, TEMPLATE_FILE
+from longctx.data.records.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
+from longctx.data.records.formats import TOKEN_IDS, WITHOUT_TEMPLATE
+from longctx.data.records.pretrained import Pretrained
+from longctx.data.records.readers import CorpusError
+from longctx.data.records.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
+from longctx.data.store.encode import Encoder
+from longctx.data.store.folder import NOTES, partial_folder, present, put_in_place
+from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
+from longctx.data.store.request import StoreRequest
+from longctx.data.store.writer import SUMS, Part, Progress, write_dataset_files, write_parts
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried

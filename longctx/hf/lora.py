@@ -2,7 +2,7 @@
 
 A layer computes W x + scale · B A x, where scale is alpha / rank by default; only A [rank, in] and B [out, rank] are trained.
 Adapters are added before the model is sharded, and stay float32; frozen weights are kept in the compute dtype, or quantized
-(`longctx.model.quantized`). Trained adapters are exported as a folder that peft loads, or merged into the weights.
+(`longctx.hf.quantized`). Trained adapters are exported as a folder that peft loads, or merged into the weights.
 """
 
 import warnings
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from longctx.hf.conversion import Tensors
+from longctx.hf.lora_options import ALL_LINEAR, Lora, LoraError, QuantizationError
+from longctx.hf.model import OURS, TransformersModel, TransformersSource
+from longctx.hf.quantized import QuantizedLinear, quantize_layers
+from longctx.hf.vision import is_vision, weights_of_images
 from longctx.model.checkpoint_files import CheckpointFiles
-from longctx.model.conversion import Tensors
-from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
-from longctx.model.options import ALL_LINEAR, Lora, LoraError, QuantizationError
 from longctx.model.protocol import generator_of
-from longctx.model.quantized import QuantizedLinear, quantize_layers
-from longctx.model.vision import is_vision, weights_of_images
 from longctx.planning.cost.spec import Adapters, ModelSpec, Quantized
 
 ADAPTER = "default"

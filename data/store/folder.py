@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from longctx.data.manifest import TOKENIZER, Manifest, StoreError, is_store
-from longctx.data.writer import JOURNAL, finished_parts
+from longctx.data.store.manifest import TOKENIZER, Manifest, StoreError, is_store
+from longctx.data.store.writer import JOURNAL, finished_parts
 from longctx.errors import UserError
 
 REQUEST = "request"

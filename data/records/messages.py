@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from longctx.data.chat import ChatError, Message
+from longctx.data.records.chat import ChatError, Message
 from longctx.errors import UserError, shortened
 
 CALLS = ("function_call", "tool_call")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.data.readers import CorpusError
+from longctx.data.records.readers import CorpusError
 from longctx.errors import brief
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")

@@ -13,7 +13,7 @@ A text column given by name takes precedence over all of them. Conversations may
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
 prompt, which may be called `query`. A message whose `weight`, `train`, `training` or `loss` is 0 or false has no loss; any
 other `weight` multiplies it. Keys with a known meaning are obeyed or refused; `Document.unused` names the others, except those
-of messages, which a template may print (see `longctx.data.left_out`).
+of messages, which a template may print (see `longctx.data.records.left_out`).
 """
 
 from collections.abc import Collection, Mapping
@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from longctx.data.chat import ChatError, Message
-from longctx.data.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages
-from longctx.data.token_ids import IDS_KEYS, Ids, token_ids
-from longctx.data.tokenizer import TokenWeights, is_weight
+from longctx.data.records.chat import ChatError, Message
+from longctx.data.records.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages
+from longctx.data.records.token_ids import IDS_KEYS, Ids, token_ids
+from longctx.data.records.tokenizer import TokenWeights, is_weight
 from longctx.errors import shortened
 
 TOKEN_IDS = "token-ids"

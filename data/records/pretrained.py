@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
+from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import first_line, install
 from longctx.tokenizer_files import TOKENIZER_FILES, find, read_json
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
+from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
 from longctx.errors import UserError
 
 CHATML = (
@@ -32,7 +32,7 @@ TRAIN_ON = ("assistant", "last", "all")
 """Parts of a conversation to train on: the assistant's turns, the last of these turns, or every token."""
 
 Message = dict[str, Any]
-"""`role`, `content` and other keys that a template may use, such as `tool_calls`; checked by `longctx.data.formats`."""
+"""`role`, `content` and other keys that a template may use, such as `tool_calls`; checked by `longctx.data.records.formats`."""
 TOOLS_WAY_OUT = (
     "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or add such a template "
     "(--chat-template FILE)"

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from longctx.data.pretrained import Pretrained
+from longctx.data.records.pretrained import Pretrained
 
 ENDS = "generation_config.json"
 """File of a checkpoint that lists its end-of-text tokens."""

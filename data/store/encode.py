@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
-from longctx.data.formats import Document
-from longctx.data.left_out import EMPTY, left_out
-from longctx.data.markup import Marked, Markup
-from longctx.data.messages import leaves
-from longctx.data.request import StoreRequest
+from longctx.data.records.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
+from longctx.data.records.formats import Document
+from longctx.data.records.left_out import EMPTY, left_out
+from longctx.data.records.markup import Marked, Markup
+from longctx.data.records.messages import leaves
+from longctx.data.records.template import Rendered
+from longctx.data.records.token_ids import Ids
+from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
 from longctx.data.sampler import TRUNCATED
-from longctx.data.template import Rendered
-from longctx.data.token_ids import Ids
-from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
+from longctx.data.store.request import StoreRequest
 
 
 class EncodedDocument(NamedTuple):

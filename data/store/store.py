@@ -12,7 +12,7 @@ A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream file
 
 The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
 `dataset_info.json` make the folder also a dataset of the `datasets` library (`load_from_disk`). Reading needs neither
-`datasets` nor torch, so that planning from a store's lengths starts quickly. `longctx.data.prepare` writes stores.
+`datasets` nor torch, so that planning from a store's lengths starts quickly. `longctx.data.store.prepare` writes stores.
 
 The manifest has checksums of itself and of every file. Small files are verified when a store is opened, large ones part by part
 when a document there is first read.
@@ -31,9 +31,9 @@ import pyarrow
 import pyarrow.compute
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.manifest import ARROW, TOKENIZER, Manifest, StoreError, how_to_prepare
-from longctx.data.mapped import Batch, MappedFile
-from longctx.data.tokenizer import Tokenizer
+from longctx.data.records.tokenizer import Tokenizer
+from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, how_to_prepare
+from longctx.data.store.mapped import Batch, MappedFile
 from longctx.errors import shell
 
 Int64Array = npt.NDArray[np.int64]

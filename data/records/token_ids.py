@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.messages import FormatError
-from longctx.data.tokenizer import TokenWeights, are_weights, token_weights
+from longctx.data.records.messages import FormatError
+from longctx.data.records.tokenizer import TokenWeights, are_weights, token_weights
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longctx.data.chat import TRAIN_ON, ChatError, ChatML
-from longctx.data.corpus import Corpus
-from longctx.data.markup import Markup
-from longctx.data.pretrained import Pretrained
+from longctx.data.records.chat import TRAIN_ON, ChatError, ChatML
+from longctx.data.records.corpus import Corpus
+from longctx.data.records.markup import Markup
+from longctx.data.records.pretrained import Pretrained
+from longctx.data.records.template import Template, marks_generation
+from longctx.data.records.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
 from longctx.data.sampler import TRUNCATED
-from longctx.data.template import Template, marks_generation
-from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
 
 TREATMENTS = ("error", "drop", *TRUNCATED)
 """What may happen to conversations that are too long."""

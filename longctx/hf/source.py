@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longctx.errors import install
-from longctx.model.options import Lora, LoraError
+from longctx.hf.lora_options import Lora, LoraError
 from longctx.model.presets import ModelShape, NoNativeModel
 from longctx.planning.cost.spec import ModelSpec
 
@@ -107,8 +107,8 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, entrie
     `split`: whether matrices or layers are split over ranks; `entries`: entries up to which its vocabulary is extended.
     Raises PretrainedError if the checkpoint cannot be used.
     """
+    from longctx.hf.model import open_checkpoint, with_entries
     from longctx.model.checkpoint_files import PretrainedError
-    from longctx.model.huggingface import open_checkpoint, with_entries
     from longctx.model.pretrained_decoder import NativeSource
 
     files = with_entries(open_checkpoint(source, rope), entries)
@@ -131,7 +131,7 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, entrie
 
 def transformers_source(files: "CheckpointFiles", said: str = "") -> ModelSource:
     """Returns a checkpoint that transformers' own code runs."""
-    from longctx.model.huggingface import TransformersSource
+    from longctx.hf.model import TransformersSource
 
     return TransformersSource(files, said)
 
@@ -144,7 +144,7 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
     """
     if importlib.util.find_spec("peft") is None:
         raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
-    from longctx.model.huggingface import open_checkpoint
+    from longctx.hf.model import open_checkpoint
 
     return adapted_source(open_checkpoint(source, rope), lora, dtype)
 
@@ -153,6 +153,6 @@ def adapted_source(files: "CheckpointFiles", lora: Lora, dtype: str) -> ModelSou
     """Returns a checkpoint with adapters, that transformers' own code runs."""
     import torch
 
-    from longctx.model.lora import AdaptedSource
+    from longctx.hf.lora import AdaptedSource
 
     return AdaptedSource(files, "transformers' own code runs it, as LoRA requires", lora=lora, dtype=getattr(torch, dtype))

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from longctx.attention.huggingface_check import LINEAR_LAYERS, HuggingFaceError, refuse_arguments
 from longctx.attention.linear.recurrence import Recurrence
+from longctx.hf.exactness import LINEAR_LAYERS, HuggingFaceError, refuse_arguments
 
 ARGUMENT, PASSED = "ring_attention", "_layout_passed"
 IGNORED = ("hidden_states", "position_embeddings", ARGUMENT)
@@ -106,7 +106,7 @@ def _bind(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -
     if rings is None:
         raise HuggingFaceError(
             f"{name} was called without a layout: call the model as model(**model_inputs(model, batch, ..)), see "
-            "longctx.attention.huggingface"
+            "longctx.hf.attention"
         )
     hidden = arguments[0] if arguments else named["hidden_states"]
     if hidden.shape[0] != 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from longctx.attention.huggingface_check import HuggingFaceError
+from longctx.hf.exactness import HuggingFaceError
 
 
 @dataclass(frozen=True)

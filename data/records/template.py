@@ -18,10 +18,10 @@ from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import Any
 
-from longctx.data.chat import ChatError, Message, check_role, trained_turns
-from longctx.data.left_out import left_out
-from longctx.data.markup import Markup, Spans
-from longctx.data.messages import Parts, parse_arguments
+from longctx.data.records.chat import ChatError, Message, check_role, trained_turns
+from longctx.data.records.left_out import left_out
+from longctx.data.records.markup import Markup, Spans
+from longctx.data.records.messages import Parts, parse_arguments
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use

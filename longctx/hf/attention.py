@@ -26,23 +26,16 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.grouped_product import leaves_gradients
-from longctx.attention.huggingface_check import (
-    HuggingFaceError,
-    Kind,
-    check_config,
-    check_model,
-    longest_exact,
-    refuse_arguments,
-)
-from longctx.attention.huggingface_latents import latents_of, send_keys, send_latents
-from longctx.attention.huggingface_masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
-from longctx.attention.huggingface_seq2seq import ROLES, ByRole, attend_by_role, attention_inputs, check_seq2seq
 from longctx.attention.linear import Recurrence, not_compiled
-from longctx.attention.linear.huggingface import linear_layers, replace_linear, restore_linear
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
+from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments
+from longctx.hf.latents import latents_of, send_keys, send_latents
+from longctx.hf.linear import linear_layers, replace_linear, restore_linear
+from longctx.hf.masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
+from longctx.hf.seq2seq import ROLES, ByRole, attend_by_role, attention_inputs, check_seq2seq
 from longctx.planning.layout import CrossLayout, Layout, Span
 
 Make = Callable[[float | None, float, int | None, torch.device], RingAttention | HybridAttention]
@@ -347,7 +340,7 @@ def attend(
     if ring_attention is None:
         raise HuggingFaceError(
             "attention 'longctx' was called without a layout: call the model as model(**model_inputs(model, batch, ..)), see "
-            "longctx.attention.huggingface. If this error comes from prepare(model), the model does not pass keyword arguments "
+            "longctx.hf.attention. If this error comes from prepare(model), the model does not pass keyword arguments "
             "to its attention and is not supported"
         )
     name = type(module).__name__

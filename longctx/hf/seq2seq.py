@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from longctx.attention.huggingface_check import Alone, HuggingFaceError, Probe, check_loss, check_rows, evaluating, run_checked
+from longctx.hf.exactness import Alone, HuggingFaceError, Probe, check_loss, check_rows, evaluating, run_checked
 
 Role = Literal["encoder", "decoder", "cross"]
 ROLES: tuple[Role, ...] = ("encoder", "decoder", "cross")

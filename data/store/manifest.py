@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.checksums import damage, inside, persistent, sealed, unsealed
-from longctx.data.formats import WITHOUT_TEMPLATE
+from longctx.data.records.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"

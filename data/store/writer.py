@@ -18,11 +18,11 @@ import numpy.typing as npt
 import pyarrow
 
 from longctx.checksums import SummedFile, damage, sealed, unsealed
-from longctx.data.corpus import Corpus, SourceCounts
-from longctx.data.encode import EncodedDocument, Encoder
-from longctx.data.formats import Document
-from longctx.data.store import store_schema
-from longctx.data.tokenizer import Tokenizer, TokenWeights
+from longctx.data.records.corpus import Corpus, SourceCounts
+from longctx.data.records.formats import Document
+from longctx.data.records.tokenizer import Tokenizer, TokenWeights
+from longctx.data.store.encode import EncodedDocument, Encoder
+from longctx.data.store.store import store_schema
 
 PART_TOKENS = 1 << 25  # minimum tokens per Arrow file, the unit of resuming
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 4 << 20, 1024  # text to tokenize at once, by all threads

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer as TokenizerJson
 
-from longctx.data.tokenizer import TokenArray, Tokenizer, TokenWeights, encoded, token_weights
+from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenWeights, encoded, token_weights
 
 Spans = Sequence[tuple[int, int]]
 """Spans of characters start … stop - 1 of a text, in ascending order, without overlap."""
