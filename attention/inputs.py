@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from longctx.attention.expansion import Compressed
 from longctx.errors import UserError
 from longctx.planning.layout import CrossLayout, Layout
 
@@ -44,21 +45,39 @@ class CheckedAttention:
         layer: int | None = None,
         *,
         sink_logits: torch.Tensor | None = None,
+        compressed: Compressed | None = None,
     ) -> torch.Tensor:
-        """Computes attention. A function `q` is called for the queries once K and V are on their way, which hides messages."""
+        """Computes attention. A function `q` is called for the queries once K and V are on their way, which hides messages.
+
+        With `compressed`, from which k and v were expanded, this travels in their place.
+        """
+        if compressed is not None and any(
+            each.shape[0] != k.shape[0] or each.dtype != k.dtype or each.device != k.device for each in compressed[:2]
+        ):
+            raise AttentionInputError(
+                f"what travels in place of k and v must share its {k.shape[0]} tokens, dtype and device, not "
+                f"{_shapes(*compressed[:2])}, {compressed.first.dtype}/{compressed.second.dtype}: expand k and v from it"
+            )
         if isinstance(q, torch.Tensor):
             self._check(q, k, v, sink_logits)
-            return self.attend(lambda sent: q, k, v, layer, sink_logits)
+            return self.attend(lambda sent: q, k, v, layer, sink_logits, compressed=compressed)
 
         def queries(sent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
             computed = q(sent)
             self._check(computed, k, v, sink_logits)
             return computed
 
-        return self.attend(queries, k, v, layer, sink_logits)
+        return self.attend(queries, k, v, layer, sink_logits, compressed=compressed)
 
     def attend(
-        self, queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+        self,
+        queries: Queries,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int | None,
+        sink_logits: torch.Tensor | None,
+        *,
+        compressed: Compressed | None = None,
     ) -> torch.Tensor:
         """Computes attention of the queries that the function returns."""
         raise NotImplementedError

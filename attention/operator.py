@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from longctx.attention.expansion import Compressed, Expanding
 from longctx.attention.inputs import Queries
 from longctx.attention.merge import merge_
 from longctx.attention.ring_pass import Ring, RingPass, layer_name
@@ -26,6 +27,8 @@ from longctx.attention.segment_builder import Call
 
 _live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
+NO_EXPANSION = -1
+"""In place of the number of an `Expansion`: K and V travel."""
 
 
 class BegunForward(NamedTuple):
@@ -107,13 +110,21 @@ class _Sent(torch.autograd.Function):
 
 
 def ring_attention(
-    queries: Queries, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int, after: Tensor | None = None
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
+    call: int,
+    layer: int,
+    after: Tensor | None = None,
+    compressed: Compressed | None = None,
 ) -> Tensor:
     """Returns attention [tokens, heads, v_dim] of the `queries`, which are computed after K and V have been sent.
 
-    Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see `begin`.
+    Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see `begin`. With `compressed`,
+    this travels in place of K and V.
     """
-    begun = begin(k, v, after, call, layer)
+    begun = begin(*((k, v) if compressed is None else compressed[:2]), after, call, layer)
 
     def sent(x: Tensor) -> Tensor:
         nonlocal begun
@@ -122,14 +133,19 @@ def ring_attention(
         return x
 
     q = queries(sent)
-    out: Tensor = forward(q, k, v, sink_logits, begun, call, layer)[0]
+    how: tuple[Any, ...] = [], [], NO_EXPANSION, False
+    if compressed is not None:
+        expansion, sent_rows = compressed.expansion, [*compressed[:2]]
+        how = sent_rows, expansion.weights(), expansion.number, compressed.autocast
+    out: Tensor = forward(q, k, v, sink_logits, begun, *how, call, layer)[0]
     return out
 
 
 @torch.library.custom_op("longctx::ring_attention_begin", mutates_args=())
 @_watched("forward")
 def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tensor:
-    """Posts the first messages of K and V. Returns an empty tensor, whose gradient in `forward` stands for theirs.
+    """Posts the first messages of K and V, or of what they are computed from. Returns an empty tensor, whose gradient in
+    `forward` stands for theirs.
 
     `after` is an empty tensor of another exchange that must come before this one, and after it in backward, on every rank:
     compilers move what does not depend on each other.
@@ -142,14 +158,26 @@ def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
 @_watched("forward")
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, begun: Tensor, call: int, layer: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
+    begun: Tensor,
+    rows: list[Tensor],
+    weights: list[Tensor],
+    expansion: int,
+    autocast: bool,
+    call: int,
+    layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out [tokens, heads, v_dim], lse [tokens, heads] and the received K and V [rows, width].
 
-    The last one is empty without keep_kv. `begun` is the output of `begin`. `layer` is NO_LAYER if unknown.
+    The last one is empty without keep_kv. `begun` is the output of `begin`. `layer` is NO_LAYER if unknown. With the
+    number of an `expansion`, its `rows` were sent in place of K and V, and its `weights` get gradients.
     """
     started: BegunForward = find(call).begun.pop(layer)
     this, kept, steps = started
+    this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in steps:
         for part in calls:
@@ -171,21 +199,38 @@ def forward(
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
 @_watched("backward")
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, frozen: bool, call: int, layer: int
-) -> Tensor:
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    frozen: bool,
+    rows: list[Tensor],
+    weights: list[Tensor],
+    expansion: int,
+    autocast: bool,
+    call: int,
+    layer: int,
+) -> list[Tensor]:
     """Returns dq. Runs the calls of the forward pass with the final out and log-sum-exp; `finish` returns dk and dv.
 
     With `frozen` K and V, which need no gradient, it waits for the gradients of other ranks itself: `finish` is not called.
+    With an `expansion`, also returns dk and dv of this rank's own keys and the gradients of the weights; `finish` then returns
+    those of the rows that other ranks attended to.
 
     Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq = scale · dS k,
     dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse. Gradients of remote rows return to their
     owners in the compute dtype.
     """
-    this = RingPass(find(call), layer, "backward", k, v)
-    sums: list[Tensor] = []
+    sent = (rows[0], rows[1]) if rows else (k, v)
+    this = RingPass(find(call), layer, "backward", *sent)
+    this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
+    sums, of_rows = list[Tensor](), this.zeros(*rows)
     round_numbers = itertools.count()
     returning: list[Iterator[None]] = []
-    for received, calls in this.steps(k, v, kept, fetch=not this.call.keep_kv):
+    for received, calls in this.steps(*sent, kept, fetch=not this.call.keep_kv):
         remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:
             gradients = this.backward(dout, q, k, v, out, lse, received, part)
@@ -197,15 +242,19 @@ def backward(
         if remote is not None:
             sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
             # Each computed round advances the returns by one hop: this hides messages and bounds those in flight.
-            returning = _advanced([this.give_back(next(round_numbers), remote.to(k.dtype), *sums[1:]), *returning])
+            returning = _advanced([this.give_back(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:])), *returning])
         del received, remote
     dq, dk, dv = sums or this.zeros(q, k, v)
     if frozen:
         _finish_all(returning)
     else:
         end = this.exchange.beside(functools.partial(_finish_all, returning), k.device) if returning else None
-        _unfinished[call, layer] = Unfinished(this, dk, dv, end)
-    return dq.to(q.dtype)
+        own_rows = (of_rows[0], of_rows[1]) if of_rows else (dk, dv)
+        _unfinished[call, layer] = Unfinished(this, *own_rows, end)
+    if this.expanding is None:
+        return [dq.to(q.dtype)]
+    summed = zip([dq, dk, dv, *this.expanding.sums_for(weights)], [q, k, v, *weights], strict=True)
+    return [total.to(each.dtype) for total, each in summed]
 
 
 @torch.library.custom_op("longctx::ring_attention_finish", mutates_args=())
@@ -253,19 +302,18 @@ def _(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tens
 
 @forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, begun: Tensor, call: int, layer: int
+    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, begun: Tensor, rows: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    rows = torch.library.get_ctx().new_dynamic_size()
-    kept = k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
+    received = torch.library.get_ctx().new_dynamic_size()
+    kept = k.new_empty(received, sum(each.shape[1:].numel() for each in rows or [k, v]))
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse, kept
 
 
 @backward.register_fake
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, frozen: bool, call: int, layer: int
-) -> Tensor:
-    return q.new_empty(q.shape)
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
+    _, rows, weights, *_ = others
+    return [each.new_empty(each.shape) for each in ([q, k, v, *weights] if rows else [q])]
 
 
 @finish.register_fake
@@ -287,22 +335,25 @@ begin.register_autograd(_key_gradients, setup_context=_setup_begin)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sink_logits, _, ctx.number, ctx.layer = inputs
-    ctx.save_for_backward(q, k, v, sink_logits, *output)
+    q, k, v, sink_logits, _, rows, weights, *ctx.expansion, ctx.number, ctx.layer = inputs
+    ctx.rows = len(rows)
+    ctx.save_for_backward(q, k, v, sink_logits, *output, *rows, *weights)
     ctx.alive = find(ctx.number)
     ctx.set_materialize_grads(False)  # otherwise torch allocates zero gradients as large as the kept K and V
 
 
-def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Tensor | None, ...]:
-    q, k, v, sink_logits, out, lse, kept = ctx.saved_tensors
-    dout = dout.contiguous()
-    dq = backward(dout, q, k, v, out, lse, kept, not ctx.needs_input_grad[4], ctx.number, ctx.layer)
+def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
+    q, k, v, sink_logits, out, lse, kept, *others = ctx.saved_tensors
+    rows, weights = others[: ctx.rows], others[ctx.rows :]
+    dout, how = dout.contiguous(), (rows, weights, *ctx.expansion, ctx.number, ctx.layer)
+    dq, *gradients = backward(dout, q, k, v, out, lse, kept, not ctx.needs_input_grad[4], *how)
     begun = dq[:0].flatten().to(k.dtype)  # of dq, so that no compiler moves `finish` before
     dsink = None
     if sink_logits is not None:
         shares = (sink_logits.to(lse.dtype) - lse).exp()
         dsink = -(shares * (dout * out).sum(-1, dtype=lse.dtype)).sum(0).to(sink_logits.dtype)
-    return dq, None, None, dsink, begun, None, None
+    dk, dv, *of_weights = gradients or (None, None)
+    return dq, dk, dv, dsink, begun, [None] * len(rows), of_weights, None, None, None, None
 
 
 forward.register_autograd(_gradients, setup_context=_setup_context)

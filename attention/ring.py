@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
+from longctx.attention.expansion import Compressed
 from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
 from longctx.attention.masks import CAUSAL, EVERYTHING, Mask
 from longctx.attention.ring_pass import NO_LAYER
@@ -125,6 +126,7 @@ class RingAttention(CheckedAttention):
             )
         super().__init__(layout, group, device)
         self.schedule = Schedule.build(layout, device, mask, ranks_per_node)
+        self.exchanges = bool(self.schedule.rounds)  # a plain truth value, so that torch.compile does not trace the schedule
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.deterministic = deterministic
@@ -143,6 +145,9 @@ class RingAttention(CheckedAttention):
         layer: int | None,
         sink_logits: torch.Tensor | None,
         after: torch.Tensor | None = None,
+        compressed: Compressed | None = None,
     ) -> torch.Tensor:
         layer = NO_LAYER if layer is None else layer
-        return operator.ring_attention(queries, k, v, sink_logits, self.number, layer, after)
+        # In this order, or torch.compile would make two programs for K and V.
+        compressed = compressed if compressed is None or self.exchanges else None
+        return operator.ring_attention(queries, k, v, sink_logits, self.number, layer, after, compressed)

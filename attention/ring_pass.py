@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
+from longctx.attention.expansion import Expanding
 from longctx.attention.kernels import Kernel, Options, choose_kernel
 from longctx.attention.kernels.contract import request_of
 from longctx.attention.ring_schedule import ExchangeRound, Hop, Schedule
-from longctx.attention.segment_builder import Call
+from longctx.attention.segment_builder import Call, RowSet
 from longctx.attention.segments import Segments
 
 NO_LAYER = -1
@@ -41,7 +42,12 @@ def layer_name(layer: int) -> str:
 
 
 class RingPass:
-    """One forward or backward pass of one layer on this rank: its exchange, and the keys of each call."""
+    """One forward or backward pass of one layer on this rank: its exchange, and the keys of each call.
+
+    `k` and `v` are what travels: K and V, or the two tensors of which `expanding` makes received K and V.
+    """
+
+    expanding: Expanding | None = None
 
     def __init__(self, call: Ring, layer: int, name: str, k: Tensor, v: Tensor) -> None:
         self.call, self.schedule = call, call.schedule
@@ -49,15 +55,14 @@ class RingPass:
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
         self.exchange.across = call.across
         self.in_flight = 0  # exchanges that were started and not waited for
-        self.scale = k.shape[-1] ** -0.5 if call.scale is None else call.scale
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()
         self.sum_dtype = torch.promote_types(k.dtype, torch.float32)
 
-    @property
-    def options(self) -> Options:
-        """Options of a kernel call now."""
-        return Options(self.scale, self.call.softcap, self.call.deterministic, overlapped=self.in_flight > 0)
+    def options(self, q: Tensor) -> Options:
+        """Returns the options of a kernel call now."""
+        scale = q.shape[-1] ** -0.5 if self.call.scale is None else self.call.scale
+        return Options(scale, self.call.softcap, self.call.deterministic, overlapped=self.in_flight > 0)
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
@@ -76,21 +81,35 @@ class RingPass:
         """Returns the keys and values of a call: this rank's own, or those selected from the received rows [rows, width]."""
         if part.rows is None or received is None:
             return k, v
-        k, v = part.rows.read(received).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
+        rows = self._rows(received, part.rows)
+        return rows if self.expanding is None else self.expanding.keys(*rows)
+
+    def _rows(self, received: Tensor, rows: RowSet) -> tuple[Tensor, Tensor]:
+        """Returns both tensors of received rows [rows, width]."""
+        k, v = rows.read(received).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
         """Returns out and lse of a kernel call. Raises KernelError if no kernel supports it."""
         inputs = q, *self.keys(k, v, received, part), part.segments
-        return self._kernel(*inputs).forward(*inputs, self.options)
+        return self._kernel(*inputs).forward(*inputs, self.options(q))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, received: Tensor | None, part: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq, dk and dv of a kernel call."""
-        keys, segments = self.keys(k, v, received, part), part.segments
-        kernel = self._kernel(q, *keys, segments)
-        return kernel.backward(dout, q, *keys, out, lse, segments, self.options)
+        """Returns dq, dk and dv of a kernel call; of received rows the gradients of what travelled."""
+        if self.expanding is None or part.rows is None or received is None:
+            return self._backward(dout, q, *self.keys(k, v, received, part), out, lse, part.segments)
+        rows = [each.detach().requires_grad_() for each in self._rows(received, part.rows)]
+        with self.expanding.differentiable():
+            keys = self.expanding.keys(*rows)
+        dq, dk, dv = self._backward(dout, q, keys[0].detach(), keys[1].detach(), out, lse, part.segments)
+        return dq, *self.expanding.gradients(rows, keys, dk, dv)
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._kernel(q, k, v, segments).backward(dout, q, k, v, out, lse, segments, self.options(q))
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Kernel:
         call, bands = self.call, self.schedule.bands

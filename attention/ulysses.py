@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
+from longctx.attention.expansion import Compressed
 from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
 from longctx.attention.ring import RingAttention
 from longctx.attention.ring_pass import NO_LAYER, layer_name
@@ -67,10 +68,18 @@ class HybridAttention(CheckedAttention):
         return self.wide.last if self.swap else self.plain.last
 
     def attend(
-        self, queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+        self,
+        queries: Queries,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int | None,
+        sink_logits: torch.Tensor | None,
+        *,
+        compressed: Compressed | None = None,
     ) -> torch.Tensor:
+        """As in the base class. Swapped heads travel expanded: a head's share of K and V is not one of what they come from."""
         if self.swap is None:
-            return self.plain.attend(queries, k, v, layer, sink_logits)
+            return self.plain.attend(queries, k, v, layer, sink_logits, compressed=compressed)
         q, u = queries(lambda x: x), self.ulysses_degree
         if u not in (degrees := ulysses_degrees(q.shape[1], k.shape[1])):
             raise AttentionInputError(
@@ -90,7 +99,9 @@ class HybridAttention(CheckedAttention):
         out: torch.Tensor = self.wide.attend(lambda sent: wide_q, wide_k, wide_v, layer, own_logits)
         swapped, done = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer)
         out = swapped.view(len(q), q.shape[1], v.shape[2])
-        return out + self.plain.attend(lambda sent: q, k, v, layer, sink_logits, done) if self.mixed else out
+        if not self.mixed:
+            return out
+        return out + self.plain.attend(lambda sent: q, k, v, layer, sink_logits, done, compressed)
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:

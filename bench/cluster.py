@@ -119,7 +119,7 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     refuse_impossible()
     ranks, per_node, layers = given.nodes * given.ranks_per_node, given.ranks_per_node, int(TINY["num_hidden_layers"])
     h100 = replace(HardwareProfile.load(PROFILE), ranks_per_node=per_node, latency_s=0.0)
-    kv_bytes = kv_bytes_per_token(layers, int(TINY["num_key_value_heads"]), int(TINY["head_dim"]), 4)
+    kv_bytes = kv_bytes_per_token(layers * 2 * int(TINY["num_key_value_heads"]) * int(TINY["head_dim"]), 4)
     smaller = h100.kv_bytes_per_token / kv_bytes
     ballast = round(PARAMETERS / 2 / smaller / layers)
     weights_s = 4 * PARAMETERS * (ranks - 1) / ranks / (h100.inter_node_bytes_per_s * per_node)

@@ -109,6 +109,24 @@ def qlora_table() -> list[str]:
     return [*wrapped(about), "", *markdown(head, lines, numbers_from=1)]
 
 
+def latents_table() -> list[str]:
+    """Messages and predicted steps of DeepSeek V3, by what travels."""
+    rows = rows_of("latents")
+    head = ["GPUs", "tokens per rank", "degree", "exchange levels", "received, K and V", "received, latents"]
+    head += ["step, K and V", "step, latents", "step"]
+    lines = []
+    for keys, latents in zip(rows[::2], rows[1::2], strict=True):
+        before, after = float(keys["step_s"]), float(latents["step_s"])
+        line = [keys["gpus"], f"{int(keys['tokens_per_rank']):,}", keys["degree"], keys["levels"]]
+        line += [f"{float(row['received_gb']):.2f} GB" for row in (keys, latents)]
+        lines.append([*line, f"{before:.1f} s", f"{after:.1f} s", f"{after / before - 1:+.1%}"])
+    about = (
+        "Predicted, not measured (`python bench/latents.py`): DeepSeek V3, a step of 32 documents of 131,072 tokens on H100s, "
+        "by the constants of the shipped profile. Received are the rows of one document in one layer, as they travel."
+    )
+    return [*wrapped(about), "", *markdown(head, lines, numbers_from=0)]
+
+
 def sensitivity_table() -> list[str]:
     """The headline with other constants of the H100's profile."""
     head = ["constants", "because", "auto's step", "over fixed static", "over the best single degree"]
@@ -164,6 +182,7 @@ OF_PAGES: dict[str, Callable[[], list[str]]] = {
     "trainers-sentence": trainers_sentence,
     "trainer-trees": trainer_trees_table,
     "linear": linear_table,
+    "latents": latents_table,
     "qlora": qlora_table,
     "sensitivity": sensitivity_table,
     "trees": trees_measured,

@@ -33,7 +33,7 @@ from longctx.model.protocol import Attention
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.planning.cost.scaling import query_share
-from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
+from longctx.planning.hardware_profile import BESIDE, EfficiencyTable, HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.planning.planners.planner import make_plan
@@ -52,7 +52,7 @@ LEAST_BYTES = 1 << 20
 """Minimum size of the largest message; times of smaller messages say little about bandwidth."""
 MESSAGES, PEERS = 5, 7
 """Number of consecutive messages timed together, and maximum number of peers that a rank exchanges with at once."""
-BY_MODEL = ("kv_bytes_per_token", "query_share", "state_bytes", "split_s_per_token", "exchange_levels")
+BY_MODEL = ("kv_bytes_per_token", "query_share", *BESIDE, "exchange_levels")
 """Constants that follow from model and settings by arithmetic."""
 
 

@@ -59,7 +59,7 @@ def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool,
     by_rank = workers.run(calibration_cases.count_bytes, ranks, length, recompute, keep_kv)
     passes = zip(*by_rank, strict=True)
     slowest = sum(max(max(sent, received) for sent, received in of_pass) for of_pass in passes)
-    expected = kv_bytes_per_token(1, 2, 8, 4, 3 + recompute - keep_kv)
+    expected = kv_bytes_per_token(2 * 2 * 8, 4, 3 + recompute - keep_kv)
     assert slowest == expected * (ranks - 1) * length // ranks
 
 

@@ -17,6 +17,8 @@ from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
 
+PLAIN: tuple[Any, ...] = [], [], operator.NO_EXPANSION, False
+"""Arguments of the operators without an expansion."""
 RING = Case(6, (600,), (Placement(0, 0, 6),), exchange_rounds=5, head_dim=16)
 
 
@@ -113,7 +115,7 @@ def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     attention = RingAttention(RING.layout(rank), keep_kv=True)
     q, k, v, _ = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
     what = attention.number, NO_LAYER
-    out, _, kept = operator.forward(q, k, v, None, operator.begin(k, v, None, *what), *what)
+    out, _, kept = operator.forward(q, k, v, None, operator.begin(k, v, None, *what), *PLAIN, *what)
     total = out.sum()
     with Zeros() as zeros:
         total.backward()
@@ -152,11 +154,13 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
     torch.library.opcheck(torch.ops.longctx.ring_attention_begin.default, (k, v, None, *what), test_utils=checks)
     attention.begun = Repeated(attention, k, v)
     begun = torch.empty(0)
-    torch.library.opcheck(torch.ops.longctx.ring_attention.default, (q, k, v, None, begun, *what), test_utils=checks)
-    out, lse, kept = operator.forward(q, k, v, None, begun, *what)
+    torch.library.opcheck(torch.ops.longctx.ring_attention.default, (q, k, v, None, begun, *PLAIN, *what), test_utils=checks)
+    out, lse, kept = operator.forward(q, k, v, None, begun, *PLAIN, *what)
     dout = torch.randn_like(out)
     torch.library.opcheck(
-        torch.ops.longctx.ring_attention_backward.default, (dout, q, k, v, out, lse, kept, False, *what), test_utils=checks
+        torch.ops.longctx.ring_attention_backward.default,
+        (dout, q, k, v, out, lse, kept, False, *PLAIN, *what),
+        test_utils=checks,
     )
     assert [x.dtype for x in operator.finish(begun, k, v, *what)] == [k.dtype, v.dtype]
 

@@ -14,7 +14,7 @@ from longctx.planning.assignment import Assignment, tokens_on_ranks
 from longctx.planning.cost.bounds import document_bound_ns, step_bound_ns, tight_step_bound_ns
 from longctx.planning.cost.model import alone_ns, attention_ns, score, states_ns
 from longctx.planning.cost.rounds import choose_rounds
-from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import BESIDE, HardwareProfile
 from longctx.planning.layout import shard_tokens
 from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
@@ -41,6 +41,7 @@ def plain_time_s(
 ) -> tuple[float, float]:
     """Returns (time, exposed) of one rank that holds shards of `rings`: (document, first rank, degree, reversed)."""
     tokens, attention, intra, inter, mates, split, near_states, far_states = 0, 0.0, 0.0, 0.0, False, 0, 0.0, 0.0
+    received = 0.0
     node = rank // profile.ranks_per_node
     for document, first, degree, reverse in rings:
         if first <= rank < first + degree:
@@ -48,6 +49,7 @@ def plain_time_s(
             held = shard_tokens(lengths[document], degree, degree - 1 - index if reverse else index)
             tokens += held
             split += held * (degree > 1)
+            received += lengths[document] * (degree - 1) / degree
             attention += plain_attention_s(profile, lengths[document], degree)
             others = [r for r in range(first, first + degree) if r != rank]
             near = sum(r // profile.ranks_per_node == node for r in others)
@@ -66,6 +68,7 @@ def plain_time_s(
     linear = profile.linear_s_per_token * tokens
     in_queries = min(profile.overlap * profile.query_share * linear, 2 / 3 * exchange)
     exposed = max(0.0, exchange - profile.overlap * attention - in_queries) + states + profile.split_s_per_token * split
+    exposed += profile.received_s_per_token * received
     return linear + attention + exposed, exposed
 
 
@@ -191,6 +194,7 @@ def test_a_ring_with_states_is_between_its_bound_and_its_estimate(
     exact, states = int(timed.time.max()), states_ns(profile, lengths, a, (1, 80))
     assert document_bound_ns(profile, lengths, degrees, 1 << 40)[0] <= exact
     assert exact <= int(alone_ns(profile, lengths, degrees, offset)[0]) + 4 * degree + 6
-    without = score(replace(profile, state_bytes=0.0, split_s_per_token=0.0, latency_s=0.0), lengths, a, 80)
+    nothing = dict.fromkeys(BESIDE, 0.0)
+    without = score(replace(profile, **nothing, latency_s=0.0), lengths, a, 80)
     assert (timed.time == without.time + states).all() and (states[:, first : first + degree] > 0).all()  # nothing hides them
     assert choose_rounds(profile, lengths, a, timed)[1].makespan_ns >= timed.makespan_ns

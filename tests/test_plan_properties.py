@@ -50,6 +50,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         query_share=draw(st.sampled_from([0.0, 0.07, 1.0])),
         state_bytes=draw(st.sampled_from([0.0, 0.0, 1e6, 1e9])),
         split_s_per_token=draw(st.sampled_from([0.0, 1e-5])),
+        received_s_per_token=draw(st.sampled_from([0.0, 1e-5])),
     )
 
 

@@ -121,8 +121,8 @@ def drawn(random: np.random.Generator) -> tuple[list[int], list[int]]:
     return ids, [-100 if random.random() < 0.5 else token for token in ids]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "mamba2"])
-def test_windows_sinks_and_linear_attention(workers: Workers, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "mamba2", "deepseek_v3"])
+def test_windows_sinks_linear_attention_and_latents(workers: Workers, tmp_path: Path, kind: str) -> None:
     options = {"num_train_epochs": 1}
     runs = workers.run(train, 2, tmp_path, kind, 1, True, options)
     assert_equal(runs, plain(workers, tmp_path, train, kind, options))

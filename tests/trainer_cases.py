@@ -51,6 +51,10 @@ def model(kind: str = "qwen2") -> Any:
     if kind == "mamba2":
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
         return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, num_heads=8, head_dim=8, n_groups=2))
+    if kind == "deepseek_v3":
+        sizes |= {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 12}
+        sizes |= {"qk_rope_head_dim": 8, "first_k_dense_replace": 2}
+        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
     if kind == "arcee":
         return transformers.ArceeForCausalLM(transformers.ArceeConfig(**sizes))
     if kind in ("bert", "roberta", "modernbert"):

@@ -183,6 +183,9 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
         yield from _ulysses_degree(config, shape.num_attention_heads // size, shape.num_key_value_heads // size)
+    if config.context.ulysses_degree not in (1, "auto") and spec.sends_latents:
+        rule = "split documents of this model send latents, and heads that are swapped would travel expanded"
+        yield Problem("context.ulysses_degree", config.context.ulysses_degree, rule, "set it to 1 or auto", ())
     for key, width in _split_widths(spec).items():
         if leaves_rank_empty(width, size):
             share = -(-width // size)

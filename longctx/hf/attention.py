@@ -32,6 +32,7 @@ from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
 from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments
+from longctx.hf.latents import latents_of, send_keys, send_latents
 from longctx.hf.linear import linear_layers, replace_linear, restore_linear
 from longctx.hf.masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
 from longctx.hf.seq2seq import ROLES, ByRole, attend_by_role, attention_inputs, check_seq2seq
@@ -81,6 +82,7 @@ def prepare(model: Any, *, causal: bool = True) -> None:
     except HuggingFaceError:
         model.set_attn_implementation(before)
         restore_linear(model)
+        send_keys(model)
         raise
     _PREPARED.add(model)
 
@@ -106,6 +108,7 @@ def replace_attention(model: Any, causal: bool = True) -> str:
             "replaced: use another model"
         )
     replace_linear(model)
+    send_latents(model)
     if leaves_gradients():
         model.set_experts_implementation("eager")  # one expert after the other; for good, as plain training needs it too
     return before
@@ -357,7 +360,8 @@ def attend(
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
-    return attention(q, k, v, getattr(module, "layer_idx", None), sink_logits=s_aux).unsqueeze(0), None
+    layer, latents = getattr(module, "layer_idx", None), latents_of(module, key, value, k.dtype)
+    return attention(q, k, v, layer, sink_logits=s_aux, compressed=latents).unsqueeze(0), None
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from longctx.attention.expansion import Compressed
 from longctx.attention.linear import Recurrence
 from longctx.errors import UserError
 
@@ -273,6 +274,11 @@ class Probe:
         finally:
             for handle in handles:
                 handle.remove()
+        if alone.expanded and not poisoned and self.differ(*map(list, zip(*alone.expanded, strict=True))):
+            raise HuggingFaceError(
+                f"{self.name} expands the latents of a token to other keys and values beside other tokens, so those of split "
+                "documents cannot be sent to other ranks: this model is not supported"
+            )
         logits = getattr(output, "logits", None)
         if not self.causal:
             if getattr(output, "pooler_output", None) is not None:
@@ -297,11 +303,13 @@ class Probe:
 class Alone:
     """Replaces `Rings`: every token attends only to itself.
 
-    Records the attention inputs in `seen`, and the kinds of attention in `kinds`.
+    Records the attention inputs in `seen`, the kinds of attention in `kinds`, and in `expanded` keys and values that are
+    expanded in another order of tokens, with those that the layer computed.
     """
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
+        self.expanded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.kinds: set[Kind] = set()
 
     def of_role(self, _: str) -> "Alone":
@@ -315,8 +323,15 @@ class Alone:
         self.kinds.add((scale, softcap, window))
         return self
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, compressed: Compressed | None = None, **__: Any
+    ) -> torch.Tensor:
         self.seen.append(torch.cat([tensor.flatten(1) for tensor in (q, k, v)], dim=1))
+        if compressed is not None:
+            expanded = compressed.expansion.expand(compressed.first.flip(0), compressed.second.flip(0))
+            both = expanded, (k.flip(0), v.flip(0))
+            again, once = (torch.cat([tensor.flatten(1) for tensor in keys], dim=1) for keys in both)
+            self.expanded.append((again, once))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 

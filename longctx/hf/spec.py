@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from longctx.hf.latents import has_latents, used_parts
 from longctx.hf.linear import has_delta_rule, linear_layers, state_size
 from longctx.hf.linear_costs import LinearCosts, linear_costs
 from longctx.model.experts import stacks_experts
-from longctx.planning.cost.spec import LayerSpec, ModelSpec, Scan
+from longctx.planning.cost.spec import NO_LATENT, Latent, LayerSpec, ModelSpec, Scan
 
 WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
 """Types of layers of models with linear attention that have no softmax attention."""
@@ -80,8 +81,8 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     heads = _first(config, ("num_attention_heads", "num_heads"))  # the latter of models that have only linear attention
     assert heads is not None
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
-    if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys
-        kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys, of another size than values
+        kv_heads, head_dim = heads, (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
     width = _first(config, WIDTHS) or 4 * config.hidden_size
     if any(map(stacks_experts, block.parameters())):  # blocks without experts may come first
         width = (_first(config, EXPERT_WIDTHS) or width) * chosen
@@ -97,7 +98,13 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
         idle_parameters=matrices - visited,
         scan=scans[0] if scans else None,
+        latent=next((_latent(config, layer) for layer in block.modules() if has_latents(layer)), NO_LATENT),
     )
+
+
+def _latent(config: Any, layer: nn.Module) -> Latent:
+    parameters = sum(parameter.numel() for part in used_parts(layer) for parameter in part.parameters())
+    return Latent(config.kv_lora_rank + config.qk_rope_head_dim, parameters)
 
 
 def _scan(layer: nn.Module, costs: LinearCosts) -> Scan:

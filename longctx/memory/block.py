@@ -49,6 +49,7 @@ class BlockMemory:
             weight gradient needs.
         queries: Q, and also the output of attention.
         kv_row, keys: K and V of one token, and of all tokens on the rank.
+        sent_row: what split documents send of one token: K and V, or its latent.
         log_sum_exp: of every query.
         mlp: one intermediate tensor of the MLP.
         turn: its part that is computed in tiles or turns: not an expert of all tokens.
@@ -67,6 +68,7 @@ class BlockMemory:
         self.norm = self._size(spec.hidden_size, self.norm_bytes)
         self.queries = self._size(layer.num_attention_heads * layer.head_dim)
         self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.number // self.split
+        self.sent_row = layer.sent_values(self.split) * self.number
         self.keys = self.kv_row * load.tokens
         self.swapped_keys = self.keys * load.kv_copies
         self.log_sum_exp = self._size(layer.num_attention_heads, FLOAT32)

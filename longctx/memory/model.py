@@ -168,7 +168,7 @@ class RankMemory:
         self.tower = round(self.block.number * spec.tower_values * load.tokens) if self.weights.trained_tower else 0
         self.activations = self.kept + self.tables + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
-        kept_kv = self.block.kv_row * load.remote if config.context.keep_kv else 0
+        kept_kv = self.block.sent_row * load.remote if config.context.keep_kv else 0
         self.kept_kv = 0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix.
@@ -322,11 +322,15 @@ class RankMemory:
         if not self.load.remote:
             return 0, 0
         at_once = self.load.held / self.load.remote
-        received, sent = self.block.kv_row * self.load.remote, self.block.kv_row * self.load.sent
+        row, latent = self.block.sent_row, self.layer.latent
+        received, sent, own = row * self.load.remote, row * self.load.sent, row * self.load.tokens
         fetched = 0 if self.config.context.keep_kv else received
-        # Backward also has gradients of the rows in flight, and a kernel's input and output for one round.
+        # Backward also has gradients of the rows in flight, and a kernel's input and output for one round. Latents of a round
+        # are expanded by a product and a copy; backward has gradients of both, and of the weights.
         under_way, computed = (fetched + received + sent) * at_once, 2 * self.block.kv_row * self.load.fullest
-        return round((fetched + sent) * at_once) + self.block.keys, round(under_way + computed) + self.block.keys
+        expanded = 1.25 * computed if latent.values else 0
+        forward, backward = (fetched + sent) * at_once + expanded, under_way + computed + expanded + FLOAT32 * latent.parameters
+        return round(forward) + own, round(backward) + own
 
     def _logits(self) -> int:
         """Returns the largest of three moments, without the head's gradient in float32: one chunk; the last chunk while the

@@ -19,8 +19,8 @@ def compile_blocks(model: Model, backend: Any = "inductor") -> None:
     depend on data.
     """
     config = torch._dynamo.config
-    # Otherwise the number of each layer is a constant of its program; other numbers, such as the size of heads, are one.
-    torch.compiler.config.dynamic_sources = r".*\.layer(_idx|_id|_number)?$"
+    # Otherwise the numbers of each layer are constants of its program; other numbers, such as the size of heads, are one.
+    torch.compiler.config.dynamic_sources = r".*\.(layer(_idx|_id|_number)?|expand_kv\.number)$"
     config.capture_dynamic_output_shape_ops = True  # the number of rows that attention receives is known only at run time
     for block in model.layers:
         if hasattr(block, "moe"):

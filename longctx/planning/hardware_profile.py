@@ -15,6 +15,8 @@ from longctx.safe_yaml import YamlError, parse, read_text
 SHIPPED = Path(__file__).parent / "profiles"
 
 
+BESIDE = ("state_bytes", "split_s_per_token", "received_s_per_token")
+"""Constants of what split documents cost beside the exchange of K and V."""
 EfficiencyTable = tuple[tuple[int, float], ...]
 
 
@@ -49,6 +51,7 @@ class HardwareProfile:
         state_bytes: bytes of the states of linear attention that a rank receives from every other rank of a document's ring,
             summed over all layers and passes, whatever the document's length. 0, the default, without linear attention.
         split_s_per_token: time per token that the scans of linear attention take more in documents on several ranks.
+        received_s_per_token: time per token from another rank to compute its K and V from the latent that was sent.
     """
 
     linear_s_per_token: float
@@ -67,6 +70,7 @@ class HardwareProfile:
     query_share: float = 0.0
     state_bytes: float = 0.0
     split_s_per_token: float = 0.0
+    received_s_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -74,7 +78,7 @@ class HardwareProfile:
             value = getattr(self, name)
             if name in ("overlap", "query_share"):
                 valid, rule = _is_number(value) and 0 <= value <= 1, "in [0, 1]"
-            elif name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", "state_bytes", "split_s_per_token"):
+            elif name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", *BESIDE):
                 valid, rule = _is_number(value) and value >= 0, "a number ≥ 0"
             else:
                 valid, rule = _is_number(value) and value > 0, "a positive number"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from longctx.hf.attention import prepare
 from longctx.hf.exactness import HuggingFaceError
+from longctx.hf.latents import send_keys, send_latents
 from longctx.hf.linear import replace_linear, restore_linear
 from longctx.trainers.refusals import TrainerError, predicts_masked
 
@@ -33,15 +34,18 @@ def prepared(model: Any) -> Iterator[None]:
             return own(this, *arguments, **named)
         this.set_attn_implementation(before)
         restore_linear(this)
+        send_keys(this)
         try:
             return own(this, *arguments, **named)
         finally:
             this.set_attn_implementation(ring)
             replace_linear(this)
+            send_latents(this)
 
     with contextlib.ExitStack() as undo:
         undo.callback(model.set_attn_implementation, before)
         undo.callback(restore_linear, model)
+        undo.callback(send_keys, model)
         undo.callback(vars(model).pop, BEFORE, None)
         vars(model)[BEFORE] = _Before(model.config, before)
         for name in ("forward", "generate"):

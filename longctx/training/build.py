@@ -172,5 +172,7 @@ def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int
     degree, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
     if degree != "auto":
         return degree
+    if spec.sends_latents:
+        return 1
     layer = spec.largest_layer
     return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)

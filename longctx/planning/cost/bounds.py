@@ -27,6 +27,7 @@ from longctx.planning.cost.model import (
     mate_ns,
     nanoseconds,
     node_parts,
+    received_ns,
     split_ns,
     state_ns,
     whole_ring_attention_ns,
@@ -210,9 +211,10 @@ def document_bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Inte
     shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # the latter waits longest
     least_linear = linear_ns(profile, smallest)
     states = (degrees - 1) * (near * far // max(1, near + far))  # on every rank, at best
-    most_states = np.maximum((degrees - fewest) * far, states) + waited + split_ns(profile, smallest)
+    waits = waited + received_ns(profile, lengths, degrees)
+    most_states = np.maximum((degrees - fewest) * far, states) + waits + split_ns(profile, smallest)
     exposed = exposed_ns(profile, attention, least_linear, exchange) + most_states
-    fullest = linear_ns(profile, shard) + np.where(degrees > 1, states + waited + split_ns(profile, shard), 0)
+    fullest = linear_ns(profile, shard) + np.where(degrees > 1, states + waits + split_ns(profile, shard), 0)
     rounding = 6 + 4 * degrees  # the time of every peer was rounded up
     time = attention + np.maximum(fullest, least_linear + np.where(degrees > 1, exposed, 0)) - rounding
     result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)

@@ -14,7 +14,7 @@ import numpy as np
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
 from longctx.planning.cost.amounts import BY_LENGTH, Amounts, Floats
 from longctx.planning.cost.tower import NO_ENCODING, EncodingTimes
-from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
+from longctx.planning.hardware_profile import BESIDE, EfficiencyTable, HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 NANOSECONDS = 1_000_000_000
@@ -129,6 +129,13 @@ def split_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
     return result
 
 
+def received_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
+    """Returns the time in which each rank of a ring computes K and V from the latents of all others."""
+    tokens = lengths * ((degrees - 1) / degrees)
+    result: Integers = np.ceil(profile.received_s_per_token * NANOSECONDS * tokens).astype(np.int64)
+    return result
+
+
 def alone_ns(
     profile: HardwareProfile,
     lengths: Integers,
@@ -155,6 +162,7 @@ def alone_ns(
     linear = linear_ns(profile, shards) + beyond_ns(profile, amounts, degrees)
     near, far = state_ns(profile)
     states = waited + np.maximum((most - 1) * near, (degrees - fewest) * far) + split_ns(profile, shards)
+    states = states + received_ns(profile, lengths, degrees)
     exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price) + states
     result: Integers = linear + attention + np.where(degrees > 1, exposed, 0) + (0 if encoding is None else encoding)
     return result
@@ -297,19 +305,21 @@ def exchange_ns(profile: HardwareProfile, lengths: Integers | Floats, a: Assignm
 
 
 def states_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns what states of linear attention cost every rank, an array of `shape` in nanoseconds.
+    """Returns what states of linear attention and received latents cost every rank, an array of `shape` in nanoseconds.
 
-    Their exchange takes as long for any document, and nothing hides it. They go directly to every rank that needs them, also
-    with two exchange levels. Scans of split documents take more.
+    The exchange of states takes as long for any document, and nothing hides it. They go directly to every rank that needs them,
+    also with two exchange levels. Scans of split documents take more.
     """
-    if not profile.state_bytes and not profile.split_s_per_token:
+    if not any(getattr(profile, name) for name in BESIDE):
         return np.zeros(shape, dtype=np.int64)
     rings, (near, far), (_, latency) = np.flatnonzero(a.degree > 1), state_ns(profile), latency_ns(profile)
     tokens = tokens_on_ranks(np.where(a.degree > 1, lengths, 0), a, shape)
     exchanged = _exchanged(
         profile, a, rings, shape, latency, lambda mates: ((mates - 1) * near, (a.degree[rings] - mates) * far)
     )
-    return exchanged + split_ns(profile, tokens)
+    expanded = received_ns(profile, lengths, a.degree)
+    stop = a.first_rank + a.degree
+    return exchanged + split_ns(profile, tokens) + spread(expanded, a.micro_batch, a.first_rank, stop, shape)
 
 
 def _exchanged(

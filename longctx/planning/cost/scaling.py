@@ -4,7 +4,8 @@
   collectives of tensor parallelism inside a node, tokens that travel to their experts and back, evenly spread, and the messages
   between pipeline ranks.
 - attention: by layers × heads × head size, times 4.5 / 3.5 where backward recomputes it, twice that in both directions.
-- K and V, states of linear attention: bytes are counted, not scaled. What scans of split documents take more: as linear.
+- K and V, states of linear attention: bytes are counted, not scaled. What scans of split documents take more, and what
+  expands received latents: as linear.
 - queries: seconds per token, by the parameters that compute queries while K and V travel.
 - latency: by exchanges; launch: by layers; step: by parameters.
 
@@ -49,6 +50,7 @@ def scale(
         kv_bytes_per_token=target.kv_bytes,
         state_bytes=target.state_bytes,
         split_s_per_token=arithmetic * (target.split / known.computed),
+        received_s_per_token=arithmetic * (target.received / known.computed),
         latency_s=profile.latency_s * (target.exchanges / known.exchanges),
         launch_s=profile.launch_s * layers,
         step_s=profile.step_s * (target.weights / known.weights),

@@ -69,7 +69,14 @@ class Adapters(NamedTuple):
     width: int
 
 
-NOT_ROUTED, NOT_ADAPTED = Routed(0, 0, 0), Adapters(0, 0)
+class Latent(NamedTuple):
+    """What split documents send of a token in place of K and V: values, and the parameters that compute K and V of them."""
+
+    values: int
+    parameters: int
+
+
+NOT_ROUTED, NOT_ADAPTED, NO_LATENT = Routed(0, 0, 0), Adapters(0, 0), Latent(0, 0)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class LayerSpec:
         query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
         source_parameters: part of `matrix_parameters` that multiplies tokens of the source: K and V of a decoder's
             cross-attention; 0 without an encoder.
+        latent: what split documents send of a token of latent attention; `head_dim` is then the mean of keys and values.
         attends: whether it has softmax attention, whose operations and exchange grow with the document.
         scan: its linear attention; None: none.
     """
@@ -112,6 +120,11 @@ class LayerSpec:
     attends: bool = True
     scan: Scan | None = None
     source_parameters: int = 0
+    latent: Latent = NO_LATENT
+
+    def sent_values(self, tensor: int) -> int:
+        """Returns the values per token that one of `tensor` tensor-parallel ranks sends to other ranks of a document."""
+        return self.latent.values or 2 * (self.num_key_value_heads // tensor) * self.head_dim
 
     @property
     def routed_size(self) -> int:
@@ -192,6 +205,10 @@ class ModelSpec:
     def largest_layer(self) -> LayerSpec:
         """Block with the most parameters, from which activations are estimated."""
         return max(self.layers, key=lambda layer: layer.parameters)
+
+    @property
+    def sends_latents(self) -> bool:
+        return any(layer.latent.values for layer in self.layers)
 
     @property
     def vocabulary_parameters(self) -> int:

@@ -45,6 +45,7 @@ class RankWork:
         expert_bytes: bytes received per token that travels to experts of other ranks, and back.
         state_bytes: bytes of states that a rank receives from another of a ring, over all layers and passes.
         split: parameters that tokens of documents on several ranks are multiplied with beside, as `computed`.
+        received: parameters that tokens from other ranks are multiplied with, as `computed`: those that expand latents.
         exchanges: number of layers that exchange K and V, and those of linear attention by how often they exchange.
     """
 
@@ -63,6 +64,7 @@ class RankWork:
     expert_bytes: float = 0.0
     state_bytes: float = 0.0
     split: float = 0.0
+    received: float = 0.0
     exchanges: float = 0.0
 
 
@@ -102,7 +104,7 @@ def work_of(
     linear, linear_passes = [layer.scan for layer in layers if layer.scan is not None], 2 + (recompute != "none")
     scans = [_scanned(scan, 1 if fused and scan.delta_rule else FLOAT32[dtype], recompute) for scan in linear]
     kv_bytes = sum(
-        kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element_bytes, passes)
+        kv_bytes_per_token(layer.sent_values(tensor), element_bytes, passes)
         for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
     )
     return RankWork(
@@ -122,6 +124,8 @@ def work_of(
         expert_bytes=_expert_bytes(layers, hidden_bytes, recompute, expert_ranks) / tensor,
         state_bytes=SEGMENTS * STATE_BYTES * sum(scan.state_size for scan in linear) * linear_passes,
         split=sum(split for _, split in scans) / tensor,
+        # Backward expands again; frozen weights have no gradient.
+        received=sum(layer.latent.parameters for layer in attending) * (4 + again - spec.adapted) / 3 / tensor,
         exchanges=len(attending) + len(linear) * LINEAR_EXCHANGES * linear_passes / passes,
     )
 
@@ -174,15 +178,15 @@ def _expert_bytes(layers: Sequence[LayerSpec], hidden_bytes: int, recompute: str
     return rows * hidden_bytes * (expert_ranks - 1) / expert_ranks
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, element_bytes: int, passes: int = 3) -> int:
-    """Returns the bytes of K and V per token in all layers and passes: fetched forward, fetched and returned in backward.
+def kv_bytes_per_token(values: int, element_bytes: int, passes: int = 3) -> int:
+    """Returns the bytes of a token's `values` in all passes: fetched forward, fetched and returned in backward.
 
     Ranks at the ends of a ring move this many bytes: index 0 fetches all rows of its peers and returns all their gradients; the
     last index sends all its rows and receives all their gradients. Ranks in between move less (three quarters on average), but
     a pass takes as long as its slowest rank. `passes` is 4 if attention is recomputed, and one less if K and V are kept for
     backward. Gradients travel in the dtype of K and V.
     """
-    return layers * 2 * kv_heads * head_dim * element_bytes * passes
+    return values * element_bytes * passes
 
 
 def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
