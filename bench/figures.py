@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "trainers.md",
-    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "linear", "others", "small-runs")),
-    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("speedup", "trees")),
+    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("bound", "emulated", "latents", "linear", "others")),
+    *(ROOT / "docs" / "evidence" / f"{name}.md" for name in ("small-runs", "speedup", "trees")),
 )
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HEADLINE = ("wlb_128k", 64, 4)

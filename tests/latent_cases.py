@@ -13,10 +13,10 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import PreTrainedModel
 
-from longctx.attention import huggingface
 from longctx.attention.exchange import Exchange
 from longctx.attention.ulysses import packed_attention
 from longctx.data.packing import pack_documents
+from longctx.hf import attention as hf_attention
 from longctx.hf.attention import Rings, model_inputs, prepare
 from longctx.hf.latents import send_keys
 from longctx.parallel.compilation import compile_blocks
@@ -167,6 +167,6 @@ def first_micro_batch(cases: Sequence[Case]) -> list[list[torch.Tensor]]:
 def run_step(folder: Path, settings: list[str], keys: bool) -> tuple[float, dict[str, torch.Tensor], int]:
     """Returns loss and gradients of a step of `longctx train`, and the bytes that this rank sent; `keys`: K and V were."""
     compiled = mock.patch.object(build, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
-    with counted() as sent, compiled, mock.patch.object(huggingface, "send_latents") if keys else nullcontext():
+    with counted() as sent, compiled, mock.patch.object(hf_attention, "send_latents") if keys else nullcontext():
         loss, gradients, _ = pretrained_cases.step(folder, settings)
     return loss, gradients, sent[0]
