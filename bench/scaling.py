@@ -64,9 +64,10 @@ with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each.
 
 **How it could be wrong**
 
-- [The constants](others.md) are those of data sheets. One constant covers matrices of all sizes, though larger ones reach a larger
-  share of a GPU's peak: 163 TFLOP/s per GPU for 1T on 3,072 A100s ([Narayanan et al., 2021](https://arxiv.org/abs/2104.04473)) are
-  predicted as 162 by the constant of their 530B row, and as 149 by that of their 18.4B row.
+- [The constants](others.md) are those of data sheets. One constant covers matrices of all sizes, though larger ones reach a
+  larger share of a GPU's peak: 163 TFLOP/s per GPU for 1T on 3,072 A100s
+  ([Narayanan et al., 2021](https://arxiv.org/abs/2104.04473)) are predicted as 162 by the constant of their 530B row, and as
+  149 by that of their 18.4B row.
 - The search has not been compared with a GPU run.
 
 Each row is the fastest split of the GPUs for steps of {documents} documents per GPU, at most {most:,}, with lengths of {mix};
