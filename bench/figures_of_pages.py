@@ -41,22 +41,29 @@ def trainers_table() -> list[str]:
     return markdown([*head, "longctx to it, slowest rank", "of each step"], lines, 1)
 
 
-def trainer_trees_table() -> list[str]:
-    """CPU time of steps of trainers of sequences, by way to train."""
+def trainer_trees() -> tuple[dict[tuple[str, str], float], dict[str, str]]:
+    """Returns the median CPU seconds of steps by trainer of sequences and way, and the share of tokens left by trainer."""
     seconds: dict[tuple[str, str], list[float]] = {}
     left: dict[str, str] = {}
     for row in rows_of("trainer-trees"):
         seconds.setdefault((row["trainer"], row["way"]), []).append(float(row["slowest_of_steps_cpu_s"]))
         left[row["trainer"]] = row["tokens_after_merging"]  # of the last way, which merges
-    medians = {key: statistics.median(each) for key, each in seconds.items()}
+    return {key: statistics.median(each) for key, each in seconds.items()}, left
+
+
+def trainer_trees_gains() -> dict[str, float]:
+    """Returns how many times as fast steps of a trainer are when prefixes are merged."""
+    medians, left = trainer_trees()
     ways = list(dict.fromkeys(way for _, way in medians))
+    return {kind: medians[kind, ways[0]] / medians[kind, ways[-1]] for kind in left}
+
+
+def trainer_trees_table() -> list[str]:
+    """CPU time of steps of trainers of sequences, by way to train."""
+    medians, left = trainer_trees()
+    ways, gains = list(dict.fromkeys(way for _, way in medians)), trainer_trees_gains()
     lines = [
-        [
-            kind,
-            f"{float(share):.0%}",
-            *(f"{medians[kind, way]:.1f}" for way in ways),
-            f"{medians[kind, ways[0]] / medians[kind, ways[-1]]:.2f}×",
-        ]
+        [kind, f"{float(share):.0%}", *(f"{medians[kind, way]:.1f}" for way in ways), f"{gains[kind]:.2f}×"]
         for kind, share in left.items()
     ]
     return markdown(["trainer", "tokens left", *ways, "plain over merged"], lines, 1)

@@ -66,8 +66,8 @@ SPLITS_HEAD = (
     "## Model, GPUs, longest document",
     "",
     "Tokens per second and GPU of the best split, and its settings: tp, pp and ep are the sizes of tensor, pipeline and expert",
-    "parallelism, then tokens per rank and recomputation. The search does not offload,",
-    "as the recipe for 1M tokens on 8 GPUs does. This searches it for your documents, and prints all settings:",
+    "parallelism, then tokens per rank and recomputation. The search does not offload, as the recipe for 1M tokens does.",
+    "For your documents, this prints the ten best splits and the settings of the first:",
     "",
     "```bash",
     "longctx split --gpus 64 --model llama-3.1-70b --lengths lengths.txt --max-length 131072",
@@ -237,17 +237,14 @@ def anchor(title: str) -> str:
 
 
 def section(each: Prediction) -> Iterator[str]:
-    """Yields the lines of a recipe: commands, memory part by part, and the plan."""
+    """Yields the lines of a recipe: commands, settings, and memory part by part."""
     file = f"{each.recipe.file}.yaml"
     yield from (f"## {each.recipe.title}", "")
     yield from ("```bash", *(f"# {line}" if line.startswith("On") else line for line in commands(each.recipe)), "```", "")
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in each.memory.parts.items() if size)
-    degrees = ", ".join(f"{count:,} of degree {degree}" for degree, count in sorted(each.plan.degrees.items()))
     chosen = each.changes.removeprefix("train.fit_memory: ")
     yield f"- Settings: [{file}](../examples/recipes/{file})" + (f"; `train.fit_memory` adds `{chosen}`" if chosen else "")
     yield f"- Memory of the fullest GPU, {each.memory.moment}: {parts}"
-    documents = f"{len(each.plan.lengths):,} document{'s' * (len(each.plan.lengths) > 1)}"
-    yield f"- A step: {documents}, {degrees}; gap to the lower bound {each.plan.gap:.1%}"
     yield ""
 
 

@@ -64,25 +64,20 @@ with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each.
 
 **How it could be wrong**
 
-- [The constants](others.md) are those of data sheets. The model does not know that larger matrices reach a larger share of a
-  GPU's peak: one constant covers all of them.
-- Table 1 of [Narayanan et al., 2021](https://arxiv.org/abs/2104.04473) has a trillion parameters on 3,072 A100s, tp 8, pp 64,
-  at 163 TFLOP/s per GPU. The model predicts 162 if that constant is taken from their 530B row, whose matrices are nearly as
-  wide, and 149, 8 % too few, if it is taken from their 18.4B row (a test holds these figures). Their 76 % scaling efficiency
-  for 8.3B on 512 V100s was not compared.
-- The search has not been compared with a GPU run of ours.
+- [The constants](others.md) are those of data sheets. One constant covers matrices of all sizes, though larger ones reach a
+  larger share of a GPU's peak: 163 TFLOP/s per GPU for 1T on 3,072 A100s
+  ([Narayanan et al., 2021](https://arxiv.org/abs/2104.04473)) are predicted as 162 by the constant of their 530B row, and as
+  149 by that of their 18.4B row.
+- The search has not been compared with a GPU run.
 
 Each row is the fastest split of the GPUs for steps of {documents} documents per GPU, at most {most:,}, with lengths of {mix};
-means of {seeds} steps. Fixed static trains the same documents at one degree, the smallest power of two that holds the longest
-document of the mix, packed in the order drawn, on the split of its own that is fastest for it.
+means of {seeds} steps. [Fixed static](speedup.md#the-baselines) trains the same documents on the split that is fastest for it.
 
 {table}
 
 {left_out}
-Longer documents take more time per token: steps on 8 GPUs have few of them.
-
-All models are in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with 144
-layers, and 1T has 140 layers of width 24,576.
+Steps on 8 GPUs have few of the longer documents, which take more time per token. All models are in the style of Llama 3.1: 462B
+is its 405B with 144 layers, and 1T has 140 layers of width 24,576.
 
 {made}
 """

@@ -1,4 +1,4 @@
-"""The programs of the page of trainers run as they are printed, on tiny checkpoints in float32 on a CPU."""
+"""The programs of the page of trainers and of the README run as they are printed, on tiny checkpoints in float32 on a CPU."""
 
 import json
 import re
@@ -14,11 +14,15 @@ from tests.trainer_cases import conversations, model, preferences, tokenizer
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PROGRAMS, (README,) = (
+    re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    for page in ("docs/trainers.md", "README.md")
+)
 QUESTIONS = [{"prompt": f"w{n} w{n + 1} w2", "answer": "w5"} for n in range(8)]
 TEXTS = [{"text": " ".join(f"w{n % 90}" for n in range(length))} for length in (3, 60, 9, 30, 5, 8, 12, 4)]
 EXAMPLES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "README": ("chats.jsonl", conversations(8)),
     "SFT": ("chats.jsonl", conversations(8)),
     "DPO": ("pairs.jsonl", preferences("DPO")[:8]),
     "KTO": ("marked.jsonl", preferences("KTO")[:8]),
@@ -31,6 +35,8 @@ EXAMPLES: dict[str, tuple[str, list[dict[str, Any]]]] = {
 
 def program(name: str) -> str:
     """Returns the program of a trainer."""
+    if name == "README":
+        return str(README)
     if name == "RLOO":
         return program("GRPO").replace("GRPO", "RLOO")
     word = {"masked": "DataCollatorForLanguageModeling"}.get(name, f"{name}Trainer(")
