@@ -87,5 +87,5 @@ def test_it_is_exported_and_evaluated_like_a_run(shorts: Path, tmp_path: Path, c
 def test_it_needs_room_for_a_third_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 25_000_000))
     assert open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000) == (None, [])
-    with pytest.raises(RunFolderError, match=r"has 25\.0 MB free, but three checkpoints of this model need 30\.0 MB"):
+    with pytest.raises(RunFolderError, match=r"has 25\.0 MB free, but 3 checkpoints of this model need 30\.0 MB"):
         open_run_folder(tmp_path, resume=False, checkpoint_bytes=10_000_000, best=True)

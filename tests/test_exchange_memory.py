@@ -85,7 +85,7 @@ def run(case: Case) -> None:
 
 
 @pytest.mark.parametrize("per_node", [None, 2, 3, 4])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_rings_of_all_places(per_node: int | None, rounds: int) -> None:
     """Also of those of which a node holds one rank alone, that passes on rows without need of them."""
     OnGpu.passes = 0

@@ -211,7 +211,7 @@ def test_a_copy_of_a_prepared_model_expands_its_own_latents() -> None:
         [],
         ["train.recompute=full", "context.two_level_exchange=false"],
         ["train.recompute=selective", "context.keep_kv=true"],
-        ["train.compile=true"],
+        pytest.param(["train.compile=true"], marks=pytest.mark.slow),
     ],
 )
 def test_longctx_train_sends_latents(workers: Workers, tmp_path: Path, settings: list[str]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_messages_of_trainers_have_high_priority_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
     monkeypatch.setattr(dynamic, "warm_up", lambda group, device: None)
-    dynamic._groups(SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)))
+    dynamic._groups(SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)), ExitStack())
     assert made[0]["pg_options"] == Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
     assert made[1]["backend"] == "gloo"
 

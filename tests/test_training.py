@@ -158,9 +158,9 @@ def test_a_run_without_checkpoints(
     # No room is needed for what is not written: the next mistake is the one that is told.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
     given = [f"--data.store={store}", f"--train.run_dir={tmp_path / 'full'}"]
-    assert "but two checkpoints" in refusal(capsys, *given)
+    assert "but 2 checkpoints" in refusal(capsys, *given)
     best = ("--checkpoint.best=true", "--data.held_out=0.2", "--eval.every=1")
-    assert "but three checkpoints" in refusal(capsys, *given, *best)
+    assert "but 3 checkpoints" in refusal(capsys, *given, *best)
     monkeypatch.setattr(starting, "_train", lambda *_: (True, 1))
     assert main(["train", *given, "--checkpoint.every=null"]) == 0
 

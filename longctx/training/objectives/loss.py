@@ -138,7 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = (
             torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if for_weight else None
         )
-        divided_by = torch.as_tensor(divisor, dtype=counts.dtype, device=hidden.device)
+        divided_by = divisor.to(counts) if isinstance(divisor, torch.Tensor) else counts.new_full((), divisor)
         for rows in chunks:
             chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, compiled)
             counted = counts[rows]
