@@ -352,7 +352,10 @@ def groups_made(folder: Path) -> list[int]:
 
     as_rank()
     ours = Trainer(model(), TrainingArguments(**arguments(folder, 2, 1, eval_strategy="no")), pad, documents())
-    count = lambda: len(dist.distributed_c10d._world.pg_map)  # noqa: E731
+
+    def count() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
     before = count()
     dynamic_context_parallel(ours, tokens_per_rank=TOKENS_PER_RANK, profile=PROFILE)
     attached = count()

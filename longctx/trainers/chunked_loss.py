@@ -1,8 +1,8 @@
 """The loss of `transformers.Trainer` without logits: hidden states times the output layer in chunks, as `longctx train` has it.
 
 A model's own forward runs, but its output layer returns the loss in place of logits, so memory does not grow with tokens times
-vocabulary. A few tokens tell whether a model's loss is that of hidden states times a
-matrix; others, such as those that bound their logits, keep all of them.
+vocabulary. A few tokens tell whether a model's loss is that of hidden states times a matrix; others, such as those that bound
+their logits, keep all of them.
 """
 
 from collections.abc import Callable, Iterator

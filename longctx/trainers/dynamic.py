@@ -198,10 +198,11 @@ def _profile_and_budget(
     tower = _tower_speed(spec, dtype, recompute, described.profile)
     if tokens_per_rank:
         return described, tokens_per_rank, tower
-    least = torch.tensor(available_bytes(args.device, processes_per_node(args.world_size) or args.world_size) or 0)
+    available = available_bytes(args.device, processes_per_node(args.world_size) or args.world_size) or 0
+    least = torch.tensor([available, chunked is not None])  # all ranks must find the same
     if group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    fits = tokens_that_fit(trainer, spec, dtype, described.profile, int(least), all_logits=chunked is None)
+    fits = tokens_that_fit(trainer, spec, dtype, described.profile, int(least[0]), all_logits=not least[1])
     return described, fits, tower
 
 
