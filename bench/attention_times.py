@@ -20,7 +20,7 @@ from harness import median_s, repeats
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.attention.kernels import KernelRequest, Options, choose_kernel
-from longctx.attention.operator import begin
+from longctx.attention.operator import NO_EXPANSION, begin
 from longctx.attention.operator import forward as ring_forward
 from longctx.attention.ring_pass import NO_LAYER
 from longctx.attention.segments import Segment, Segments
@@ -126,7 +126,7 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
     kernel = choose_kernel(name, sizes.request(device))
     with torch.no_grad():
         begun = begin(k, v, None, ring.number, NO_LAYER)
-        final, lse, _ = ring_forward(q, k, v, None, begun, ring.number, NO_LAYER)
+        final, lse, _ = ring_forward(q, k, v, None, begun, [], [], NO_EXPANSION, False, ring.number, NO_LAYER)
         calls: list[tuple[torch.Tensor, torch.Tensor, Segments]] = [(k, v, call.segments) for call in ring.schedule.local]
         for call in (call for round_ in ring.schedule.rounds for call in round_.calls):
             keys = pool[: sum(s.k_stop - s.k_start for s in call.segments)].unflatten(1, (2 * sizes.kv_heads, sizes.head_dim))

@@ -17,8 +17,6 @@ import attention_gpu
 from longctx.attention.kernels import KERNELS, cpu
 from longctx.attention.segments import Segments
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -39,6 +37,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_smoke_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu")
     checks = table(tmp_path / "a-checks.csv")
@@ -127,6 +126,7 @@ class Breaking(Off):
     backward = staticmethod(cpu.backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [Off, Unsteady, Merging])
 def test_a_wrong_kernel_is_not_timed(wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, wrong.__name__, wrong())
@@ -136,6 +136,7 @@ def test_a_wrong_kernel_is_not_timed(wrong: Any, tmp_path: Path, monkeypatch: py
     assert (row["kernel"], row["failed"], row["pairs"]) == (wrong.__name__, "not timed: wrong", "")
 
 
+@pytest.mark.slow
 def test_what_is_right_where_it_is_timed_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "Windowless", Windowless())
     with pytest.raises(SystemExit, match=r"mask window; .*no windows"):
@@ -183,6 +184,7 @@ def test_a_lost_gpu_leaves_a_row_and_ends_the_process(tmp_path: Path, monkeypatc
     assert list(rows.missing(cells, math.inf)) == cells[1:], "the next process goes on behind it"
 
 
+@pytest.mark.slow
 def test_what_tables_have_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smoke = ["--smoke", "--kernels", "cpu"]
     with pytest.raises(SystemExit):
