@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from longctx.errors import UserError
+
 PAD, END, FIRST = 0, 1, 2
 """Ids of padding and of the end of a text, and the first id of documents. No other id occurs twice."""
 LENGTHS = (1, 2, 37, 61, 5, 18, 29, 7, 3, 44, 11, 23)
@@ -97,6 +99,14 @@ PROBES = (
     Probe("few documents", lengths=(31, 90)),
 )
 """Taken by default."""
+
+
+def named(names: Sequence[str]) -> list[Probe]:
+    """Returns the probes of these names, or all if there are none. Raises UserError for an unknown one."""
+    known = [probe.name for probe in PROBES]
+    if unknown := set(names) - set(known):
+        raise UserError(f"there is no probe {min(unknown)!r}: choose from {', '.join(map(repr, known))}")
+    return [probe for probe in PROBES if probe.name in (names or known)]
 
 
 class Tokens:

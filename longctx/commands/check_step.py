@@ -11,6 +11,7 @@ SUMMARY = "Name what is wrong with packing, padding, accumulation or context par
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", type=Path, metavar="FILE", help="Python file with `make(probe)`: see docs/check-step.md")
+    parser.add_argument("--make", default="make", metavar="FUNCTION", help="function of the file (default: %(default)s)")
     parser.add_argument("--probe", action="append", metavar="NAME", help="only this probe; may be repeated (default: all)")
     parser.add_argument("--allow", action="append", default=[], metavar="FAULT", help="a fault that is meant, as it is printed")
     parser.add_argument("--json", action="store_true", help="print verdicts as JSON")
@@ -32,20 +33,19 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from longctx.check import PROBES, CheckError, check_step
+    from longctx.check import CheckError, check_step
+    from longctx.check.probe import named
     from longctx.parallel.environment import Launch
 
-    names = [probe.name for probe in PROBES]
-    if unknown := set(arguments.probe or ()) - set(names):
-        raise UserError(f"there is no probe {min(unknown)!r}: choose from {', '.join(map(repr, names))}")
+    probes = named(arguments.probe or ())
     launch = Launch.read()
     if launch.world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
-        make = runpy.run_path(str(arguments.script), run_name="check").get("make")
+        make = runpy.run_path(str(arguments.script), run_name="check").get(arguments.make)
         if make is None:
-            raise UserError(f"{arguments.script} has no function make(probe)")
-        report = check_step(make, [probe for probe in PROBES if probe.name in (arguments.probe or names)], arguments.allow)
+            raise UserError(f"{arguments.script} has no function {arguments.make}(probe)")
+        report = check_step(make, probes, arguments.allow)
     except CheckError as error:
         if launch.rank == 0:
             print(f"longctx check-step: refused: {error}", file=sys.stderr)
