@@ -1,10 +1,13 @@
 """Runs of other trainers as they published them, and our predictions of their speed and memory.
 
-`published_runs.csv` has a run per line: where it stands, its model, GPUs and split, what was measured and what has to be assumed.
-Sources: TRL, pull request 6845; torchtitan, benchmarks/ at 31a17bf and 1af2937; llm-foundry, scripts/train/benchmarking/README.md
-at 8c8dd48 (bf16 on H100s and A100s of 80 GB, from 1B and from 2,048 tokens: every row); NeMo AutoModel, docs/performance-summary.mdx
-(softmax attention only); Megatron Bridge, docs/performance-summary-archive.md, 25.11 (H100s; Qwen3 in float8 not); NeMo 24.07,
-docs/source/performance/ at 070a0bb and 0aa2671; ms-swift, examples/ and its quick start; torchtune, README.md at 0031bfb.
+`published_runs.csv` has a run per line: its source, model, GPUs and split, what was measured, and what was assumed. Sources:
+
+- TRL, pull request 6845; torchtune, README.md at 0031bfb; ms-swift, examples/ and its quick start
+- torchtitan, benchmarks/ at 31a17bf and 1af2937
+- llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48: every row in bf16 on H100s and A100s of 80 GB, from 1B and from
+  2,048 tokens
+- NeMo AutoModel, docs/performance-summary.mdx (softmax attention); Megatron Bridge, docs/performance-summary-archive.md (25.11,
+  H100s, without Qwen3 in float8); NeMo 24.07, docs/source/performance/ at 070a0bb and 0aa2671
 
 Held out, by a rule made before anything was fitted: every second run of a source in the order of its tables. TRL's runs are all
 fitted, as they set the attention of the H100.

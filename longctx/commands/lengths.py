@@ -41,6 +41,15 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_stand_in_options(parser: argparse.ArgumentParser) -> None:
+    """Adds lengths in place of the data of a dry run."""
+    instead = parser.add_mutually_exclusive_group()
+    lengths = "--dry-run: lengths in place of data, one per line, or those of a store"
+    instead.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=lengths)
+    mix = f"--dry-run: documents of a length mix in place of data: {', '.join(mix_names())}"
+    instead.add_argument("--mix", metavar="NAME", help=mix)
+
+
 def add_planning_options(parser: argparse.ArgumentParser) -> None:
     """Adds what one split plans for: tokens per rank and the model."""
     tokens = "maximum tokens per rank in one micro-batch"

@@ -1,7 +1,7 @@
-"""Memory of a GPU outside of torch's allocator: the CUDA context and NCCL's buffers, as others measured them; not measured by us.
+"""Memory of a GPU outside of torch's allocator: the CUDA context and NCCL's buffers, as others measured them, not we.
 
-On 8 H100s a context with a communicator took 1.06 GB, and 4.34 GB once every pair of ranks had sent messages (NVIDIA/nccl 1685);
-on 4 A100s a communicator took 0.69 GB (NVIDIA/nccl 964). Other nodes add little, as their messages pass through few buffers.
+On 8 H100s a context with a communicator took 1.06 GB, and 4.34 GB once every pair of ranks had sent messages (NVIDIA/nccl,
+issue 1685); on 4 A100s a communicator took 0.69 GB (issue 964). Other nodes add little, as messages share few buffers.
 """
 
 from longctx.config import Config
