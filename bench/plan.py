@@ -46,7 +46,7 @@ FEW_LONG = "few_long"
 WINDOWS = (2, 4, 8)
 TITLES = modelled.TITLES | rivals.TITLES
 PLANNERS = (*(name for name in modelled.PLANNERS if name != "single-degree"), *RIVALS)
-FIGURES = [name for name in COLUMNS if name != "seed"]
+FIGURES = [name for name in COLUMNS if name not in ("seed", "speedup_over_single")]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx.commands.lengths import read_lengths
+from longctx.commands.lengths import read_lengths, stands_in
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config
 from longctx.data.sampler import Sampler
@@ -35,10 +35,8 @@ def stand_in_store(arguments: argparse.Namespace, config: Config) -> Store | Non
 
     Raises UserError if the vocabulary is not known, or if the settings need tokens.
     """
-    if arguments.lengths is None and arguments.mix is None:
+    if not stands_in(arguments):
         return None
-    if not arguments.dry_run:
-        raise UserError("--lengths and --mix need --dry-run: lengths can be planned, but not trained on")
     if config.data.merge_prefixes:
         raise UserError("data.merge_prefixes is true, which needs tokens, but only lengths are given: omit it, or give a store")
     vocabulary = config.model_source().spec.vocab_size or config.model.vocab_size
@@ -104,7 +102,9 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
 def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepPlans]) -> list[str]:
     """Returns the steps of the run and of an epoch of one store, the time that they take, and what degrees gain."""
     count, steps = config.train.steps, steps_of_run(config, store, ranks)
-    epoch = f" (an epoch has {steps_of_epochs(1.0, steps):,}, of {store.lengths.sum():,} tokens)"
+    epoch = ""
+    if isinstance(steps, Sampler):
+        epoch = f" (an epoch has {steps_of_epochs(1.0, steps):,}, of {store.lengths.sum():,} tokens)"
     step_s = sum(step.plan.makespan_s for step in planned) / len(planned)
     saved = 1 - step_s * len(planned) / sum(step.static.makespan_s for step in planned)
     tokens = sum(sum(step.plan.lengths) for step in planned) / len(planned)
@@ -117,7 +117,7 @@ def _run_lines(config: Config, store: Store, ranks: int, planned: Sequence[StepP
         if saved >= 0.005
         else "none: one degree for all documents of a step would be as fast"
     )
-    return [f"run        {count:,} steps{epoch if isinstance(steps, Sampler) else ''}, {took}; {hours}", f"gain       {gain}"]
+    return [f"run        {count:,} steps{epoch}, {took}; {hours}", f"gain       {gain}"]
 
 
 def on_gpus(config: Config) -> bool:

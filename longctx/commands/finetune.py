@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.commands import prepare
-from longctx.commands.lengths import add_stand_in_options
+from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.reading import Values
@@ -102,7 +102,7 @@ def _checked(arguments: argparse.Namespace) -> int:
                 "torchrun started this process, but finetune starts its own: omit torchrun, and give --processes; on several "
                 "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
             )
-    given = arguments.lengths is not None or arguments.mix is not None
+    given = stands_in(arguments)
     if given == (arguments.data is not None):
         raise UserError(
             f"DATA is {arguments.data}, and --lengths or --mix is {'also' if given else 'not'} given: give DATA, or with "

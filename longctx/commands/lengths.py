@@ -50,6 +50,14 @@ def add_stand_in_options(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--mix", metavar="NAME", help=mix)
 
 
+def stands_in(arguments: argparse.Namespace) -> bool:
+    """Returns whether lengths are in place of data. Raises UserError if the run is not dry."""
+    given = arguments.lengths is not None or arguments.mix is not None
+    if given and not arguments.dry_run:
+        raise UserError("--lengths and --mix need --dry-run: lengths can be planned, but not trained on")
+    return given
+
+
 def add_planning_options(parser: argparse.ArgumentParser) -> None:
     """Adds what one split plans for: tokens per rank and the model."""
     tokens = "maximum tokens per rank in one micro-batch"

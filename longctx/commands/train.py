@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from longctx.commands.lengths import add_stand_in_options
+from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import said_once
 from longctx.config import load, overview
 from longctx.errors import UserError
@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.gpus is not None:
             raise UserError("--gpus requires --dry-run: to train on N processes of this machine, give --processes N")
+        stands_in(arguments)
         traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
         step, file = _step(arguments.resume, arguments.config)
         config = load(file, arguments.overrides, world_size=launch.world_size)

@@ -89,13 +89,9 @@ def gains(rows: Sequence[PlannerRow]) -> list[str]:
     ranks, auto = rows[0].ranks, by["auto"]
     over = (
         ("the best single context-parallel degree", "single-degree", auto.speedup_over_single),
-        (
-            "the degree of fixed static, by default the smallest that holds every document",
-            "fixed-static",
-            auto.speedup_over_fixed,
-        ),
+        ("the smallest degree that holds all, or --baseline", "fixed-static", auto.speedup_over_fixed),
     )
-    split = f"auto over a static run on its own best tensor and pipeline split: longctx split --gpus {ranks}"
+    split = f"auto over the best tensor and pipeline split of a static run: longctx split --gpus {ranks}"
     return [split, *(f"auto over {what} ({degree_of(by[name]) or 'none'}): {times(speedup)}" for what, name, speedup in over)]
 
 
