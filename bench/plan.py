@@ -26,8 +26,8 @@ import numpy as np
 
 import rivals
 from harness import Table, command, facts, markdown, options
-from longctx.comparison import modelled
-from longctx.comparison.baselines import fixed_degree, plan_fixed_static
+from longctx.comparison import baselines, modelled
+from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.modelled import COLUMNS, Case, PlannerRow
 from longctx.comparison.steps import fit
@@ -45,8 +45,8 @@ STRETCHED = 2 << 20
 FEW_LONG = "few_long"
 WINDOWS = (2, 4, 8)
 TITLES = modelled.TITLES | rivals.TITLES
-PLANNERS = (*modelled.PLANNERS, *RIVALS)
-FIGURES = [name for name in COLUMNS if name != "seed"]
+PLANNERS = (*(name for name in modelled.PLANNERS if name != "single-degree"), *RIVALS)
+FIGURES = [name for name in COLUMNS if name not in ("seed", "speedup_over_single")]
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,10 @@ def best_single_degree(
     steps: Sequence[Sequence[int]], longest: int, ranks: int, profile: HardwareProfile, auto_s: Sequence[float]
 ) -> SingleDegree:
     """Returns the power of two with which fixed static takes least time for all steps. `auto_s`: auto's time of each step."""
-    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
-    degrees, degree = [], fixed_degree(longest, ranks, TOKENS_PER_RANK)
-    while degree <= ranks and ranks % degree == 0:
-        degrees.append(degree)
-        degree *= 2
-    times = {d: [plan_fixed_static(lengths, **request, degree=d).makespan_s for lengths in steps] for d in degrees}
-    best = min(degrees, key=lambda d: sum(times[d]))
-    return SingleDegree(best, geometric_mean([a / b for a, b in zip(times[best], auto_s, strict=True)]))
+    best = baselines.best_single_degree(steps, longest, ranks, TOKENS_PER_RANK, profile)
+    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile, "degree": best}
+    times = [plan_fixed_static(lengths, **request).makespan_s for lengths in steps]
+    return SingleDegree(best, geometric_mean([a / b for a, b in zip(times, auto_s, strict=True)]))
 
 
 def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:

@@ -2,19 +2,20 @@
 
     python -m bench.published          # seconds; writes bench/results/published.csv and the table of docs/evidence/others.md
 
-Sources: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf (H100s of 96 GB with a limit of 500 W, bf16 with
-torch.compile, a tenth less without); TRL, docs/source/long_context_training.md at 009fb20 and its example; Megatron-LM's
-benchmark of dynamic context parallelism (bench/megatron_published.py) and Table 1 of Narayanan et al., 2021; verl, pull request
-6555; Arctic Long Sequence Training (DeepSpeed, 2025); MagiAttention's benchmark. Rows of float8 are listed and not predicted.
-Settings that are not published are assumed, and said in the column "assumed".
+Whole runs are those of bench/published_runs.py, half of them held out. Other sources: Megatron-LM's benchmark of dynamic
+context parallelism (bench/megatron_published.py) and Table 1 of Narayanan et al., 2021; verl, pull request 6555; Arctic Long
+Sequence Training (DeepSpeed, 2025); MagiAttention's benchmark. Settings that are not published are assumed, and said in the
+column "assumed".
 """
 
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.harness import RESULTS, Table, facts, markdown
+from bench.published_runs import figures
 from bench.recipes import ROOT, replaced, stand_in
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.mixes import load_mix
@@ -27,9 +28,9 @@ from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import run_profile
 
 H100, A100 = "h100-nvlink-ib", "a100-80gb"
-LLAMA_8B, QWEN_8B = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B"
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
 PAGE = ROOT / "docs" / "evidence" / "others.md"
-COLUMNS = ["who", "what", "unit", "measured", "predicted", "ratio", "assumed"]
+COLUMNS = ["who", "what", "unit", "measured", "predicted", "ratio", "assumed", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,23 @@ class Row:
     measured: float
     predicted: float | None
     assumed: str = ""
+    held_out: str = ""
 
     @property
     def ratio(self) -> float | None:
         return None if self.predicted is None else self.predicted / self.measured
+
+    @property
+    def error(self) -> float | None:
+        """How far time or memory is off, relative to what was measured: 0.1 if a run is predicted to take a tenth longer."""
+        if self.ratio is None:
+            return None
+        return (1 / self.ratio if "/s per GPU" in self.unit else self.ratio) - 1
+
+    @property
+    def kind(self) -> str:
+        """What is predicted: memory, or time in bfloat16 or with float8."""
+        return "memory" if self.unit.startswith("G") else "time, float8" if "float8" in self.what else "time, bfloat16"
 
 
 def configured(model: str, gpus: int, tokens_per_rank: int, profile: str = H100, **values: Any) -> Config:
@@ -71,38 +85,6 @@ def planned(config: Config, gpus: int, lengths: Sequence[int], vocabulary: int |
 def gib_of(config: Config, gpus: int, vocabulary: int) -> float:
     spec = config.model_source(vocabulary).spec
     return estimate(spec, config, gpus, heaviest(config, None, gpus), fused=True).total / 2**30
-
-
-def trl() -> list[Row]:
-    """One sequence of 2²⁰ tokens a step on 8 H100s; checkpoints in host memory, a loss in chunks."""
-    full = {"train__recompute": "full", "train__offload_activations": "true", "train__compile": "false"}
-    config = configured(QWEN_8B, 8, 2**17, batch__global_tokens=2**20, context__mode="static", context__degree=8, **full)
-    plan = planned(config, 8, [2**20], 151936)
-    what = "Qwen3 8B, one document of 1,048,576 tokens, 8 H100s"
-    return [
-        Row("TRL", what, "s per step", 380, plan.makespan_s),
-        Row("TRL", what, "GB per GPU", 56.2, 2**30 / 1e9 * gib_of(config, 8, 151936)),
-    ]
-
-
-def torchtitan() -> Iterator[Row]:
-    """Llama 3.1 8B, two documents of 8,192 tokens per GPU."""
-    assumed = "recompute mlp, the mode nearest to their selective one; power limit as in the data sheet"
-    for gpus, speed, memory in ((8, 6667, 77.0), (128, 6514, 62.0)):
-        step = {"batch__global_tokens": 16384 * gpus, "data__max_length": 8192}
-        config = configured(LLAMA_8B, gpus, 16384, train__recompute="mlp", **step)
-        plan = planned(config, gpus, [8192] * (2 * gpus), 128256)
-        what = f"Llama 3.1 8B, 16,384 tokens per GPU, {gpus} H100s"
-        yield Row("torchtitan", what, "tokens/s per GPU", speed, 16384 / plan.makespan_s, assumed)
-        yield Row("torchtitan", what, "GiB per GPU", memory, gib_of(config, gpus, 128256), assumed)
-    for what, speed in (
-        ("Llama 3.1 8B, float8, 8 H100s", 8532),
-        ("Llama 3.1 8B, float8, 128 H100s", 8380),
-        ("Llama 3.1 8B, float8, CP 8, one document of 262,144 tokens, 8 H100s", 548),
-        ("Llama 3.1 70B, float8, tp 8, 256 H100s", 829),
-        ("Llama 3.1 405B, float8, tp 8, pp 8, interleaved, 512 H100s", 128),
-    ):
-        yield Row("torchtitan", what, "tokens/s per GPU", speed, None, "float8 is not in the cost model")
 
 
 def megatron_models() -> Iterator[Row]:
@@ -198,7 +180,7 @@ def magi() -> Iterator[Row]:
 
 
 def rows() -> list[Row]:
-    return [*trl(), *torchtitan(), *megatron_models(), *megatron_dynamic(), verl(), *alst(), *magi()]
+    return [*megatron_models(), *megatron_dynamic(), verl(), *alst(), *magi()]
 
 
 def table_of(published: Sequence[Row]) -> str:
@@ -223,12 +205,46 @@ def shown(row: Row) -> tuple[str, str]:
     return f"{row.predicted:,.0f}" if row.predicted >= 100 else f"{row.predicted:.3g}", f"{row.ratio:.2f}"
 
 
+def run_rows() -> Iterator[Row]:
+    """The runs of published_runs.csv, each with its figures; what our settings refuse is not predicted."""
+    for run, unit, measured, predicted in figures():
+        yield Row(run.source, run.what, unit, measured, predicted, run.assumed, "yes" if run.held_out else "no")
+
+
+def errors_of(rows: Sequence[Row]) -> list[str]:
+    """Returns the cells of a line of the table of errors: number of figures, median error, and the worst with its run."""
+    known = [row for row in rows if row.error is not None]
+    if not known:
+        return ["–", "–", "–"]
+    worst = max(known, key=lambda row: abs(row.error or 0))
+    median = statistics.median(abs(row.error or 0) for row in known)
+    return [str(len(known)), f"{median:.0%}", f"{worst.error:+.0%} ({worst.what})"]
+
+
+def errors_table(published: Sequence[Row]) -> str:
+    """Returns the table of median and worst errors of whole runs, by kind and by source."""
+    kinds = [(kind, [row for row in published if row.kind == kind]) for kind in dict.fromkeys(row.kind for row in published)]
+    sources = [
+        (f"{who}, {kind}", [row for row in of_kind if row.who == who])
+        for kind, of_kind in kinds
+        for who in dict.fromkeys(row.who for row in of_kind)
+    ]
+    lines = []
+    for name, of_kind in [*((f"**{kind}**", rows) for kind, rows in kinds), *sources]:
+        halves = [[row for row in of_kind if row.held_out == half] for half in ("no", "yes")]
+        lines.append([name, *errors_of(halves[0])[:2], *errors_of(halves[1])])
+    head = ("what", "fitted", "median error", "held out", "median error", "worst of those held out")
+    return "\n".join([*markdown(head, lines), ""])
+
+
 def main() -> None:
-    published = rows()
+    others, whole = rows(), list(run_rows())
     table = Table(RESULTS / "published.csv", COLUMNS, facts("longctx"), overwrite=True)
-    for row in published:
+    for row in [*others, *whole]:
         table.append(asdict(row) | {"ratio": row.ratio})
-    PAGE.write_text(replaced(PAGE.read_text("utf-8"), "published", table_of(published)), "utf-8")
+    text = replaced(PAGE.read_text("utf-8"), "published", table_of(others))
+    PAGE.write_text(replaced(text, "published runs", errors_table(whole)), "utf-8")
+    print(errors_table(whole))
 
 
 if __name__ == "__main__":

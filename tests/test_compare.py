@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longctx.cli import main
-from longctx.comparison.baselines import plan_fixed_static
+from longctx.comparison.baselines import best_single_degree, plan_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import (
     COLUMNS,
@@ -117,6 +117,34 @@ def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
     assert rows["static"].winner == "static:6" and rows["auto"].speedup_over_best_static is not None
     assert rows["auto"].speedup_over_fixed is None, "fixed static was not asked for"
     assert mean_rows([rows["plain-static"], rows["plain-static"]])[0].note == rows["plain-static"].note
+
+
+def test_the_best_single_degree_is_that_of_all_steps() -> None:
+    """A step of short documents alone is faster at a small degree, one with a long document at a large one."""
+    steps = [[16_000] * 16 + [60_000], [900] * 40]
+    request = {"ranks": 16, "tokens_per_rank": 16384, "profile": H100}
+    seconds = {
+        degree: [plan_fixed_static(step, **request, degree=degree).makespan_s for step in steps] for degree in (4, 8, 16)
+    }
+    best = min(seconds, key=lambda degree: sum(seconds[degree]))
+    assert best_single_degree(steps, 60_000, 16, 16384, H100) == best
+    assert best_single_degree(steps[1:], 60_000, 16, 16384, H100) == min(seconds, key=lambda degree: seconds[degree][1])
+    case = Case(tuple(steps[1]), 16, 16384, longest=60_000, single_degree=8)
+    auto, single = compare_case(case, H100, ("auto", "single-degree"))[0]
+    assert single.winner == "static:8" and single.makespan_s == seconds[8][1] and auto.makespan_s
+    assert auto.speedup_over_single == pytest.approx(seconds[8][1] / auto.makespan_s)
+
+
+def test_gains_are_those_of_the_readme_in_its_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare("--mix", "magi_192k", "--ranks", "64", "--documents", "64", "--steps", "2", "--json") == 0
+    auto, single = (
+        {**row} for row in json.loads(capsys.readouterr().out)["means"] if row["planner"] in ("auto", "single-degree")
+    )
+    assert compare("--mix", "magi_192k", "--ranks", "64", "--documents", "64", "--steps", "2") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto over ")]
+    assert "the best tensor and pipeline split" in lines[0] and len(lines) == 3
+    assert "best single context-parallel degree (" + single["winner"].removeprefix("static:") in lines[1]
+    assert lines[1].endswith(f"{auto['speedup_over_single']:.2f}×") and "the smallest degree that holds all" in lines[2]
 
 
 def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, PlannerRow]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -368,6 +369,15 @@ def test_generation_stops_where_the_trained_answer_ends(
         [sys.executable, "examples/ask.py", export], input="2 + 2?", capture_output=True, text=True, check=True
     )
     assert answer.stdout == ("Four.<|im_end|>\n\n" if markers == "text" else "Four.\n")
+
+
+def test_a_dry_run_needs_no_data(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lengths of documents give the settings of their store: every document fits, and an epoch has its steps."""
+    (tmp_path / "lengths.txt").write_text("3000\n" + "50\n" * 2000)
+    out = finetune(capfd, checkpoint, "--dry-run", "--lengths", tmp_path / "lengths.txt", "--epochs", 2)
+    (epoch,) = re.findall(r"run        \d+ steps \(an epoch has (\d+), of 103,000 tokens\)", out)
+    assert int(epoch) == pytest.approx(103_000 / 2000, abs=2) and f"from {tmp_path}" in out and "\ngain " in out
+    assert not (tmp_path / "lengths").exists() and "to train:" not in out
 
 
 def test_settings_can_be_made_without_training(

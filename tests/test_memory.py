@@ -19,7 +19,7 @@ from longctx.data.store.store import Store
 from longctx.memory import kernels
 from longctx.memory.advisor import DoesNotFit, as_override, cheapest_change, choices, heaviest, refuse_too_large, savings
 from longctx.memory.loads import Load, loads
-from longctx.memory.model import Memory, RankMemory, _moments, estimate
+from longctx.memory.model import Memory, RankMemory, _moments, estimate, fits
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.spec import Scan
 from longctx.training.data import plan_steps
@@ -231,7 +231,7 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
     ("ranks", "settings", "gibibytes", "change"),
     [
         (*RUNS["recomputation makes offloading possible"], 80, {"train.recompute": "full", "train.offload_activations": True}),
-        (64, ["train.recompute=full"], 20, {"context.max_remote_tokens": 16384}),
+        (64, ["train.recompute=full"], 24, {"context.max_remote_tokens": 16384}),
         (8, ["parallel.shard_ranks=1", "train.recompute=full"], 60, {"parallel.shard_ranks": None}),
     ],
 )
@@ -246,6 +246,25 @@ def test_a_refusal_names_settings_that_can_be_pasted(
     pasted = load(None, [*BASE, *settings, *told[1].split()], world_size=ranks)
     assert pasted == config.changed(change)
     refuse_too_large(SPEC, pasted, None, ranks, gibibytes << 30, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "gigabytes"),
+    [
+        (1, [], 0.5),  # a context
+        (8, ["context.mode=static", "context.degree=1"], 1.06),  # with a communicator, NVIDIA/nccl 1685
+        (8, [], 4.34),  # which has sent messages to all ranks of the node, NVIDIA/nccl 1685
+        (64, [], 4.34),
+        (8, ["parallel.tensor_parallel_size=4"], 1.53),  # a ring of two
+    ],
+)
+def test_gpus_need_memory_outside_of_the_allocator(ranks: int, settings: list[str], gigabytes: float) -> None:
+    config = load(None, [*BASE, *settings], world_size=ranks)
+    loads = heaviest(config, None, ranks)
+    on_gpus, on_cpus = (estimate(SPEC, config, ranks, loads, fused=fused) for fused in (True, False))
+    assert on_gpus.device == pytest.approx(gigabytes * 1e9, rel=0.01) and on_gpus.total >= on_gpus.device
+    assert on_cpus.device == 0
+    assert not fits(SPEC, config, ranks, loads, on_gpus.total - 1, fused=True)
 
 
 def test_every_saving_can_be_pasted() -> None:

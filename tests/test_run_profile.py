@@ -25,7 +25,7 @@ from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileE
 from longctx.planning.planners.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import make_planner
-from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
+from longctx.training.run_profile import FLOAT8_TIME, ProfilesDiffer, preset_profile, read_described, run_profile
 from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
@@ -435,3 +435,11 @@ def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys
     scaled = preset_profile("h100-nvlink-ib", "llama-3.2-1b").profile
     plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)
     assert step == pytest.approx(plan.makespan_s)
+
+
+def test_float8_makes_products_faster() -> None:
+    """Attention, messages and fixed costs stay as they are."""
+    given = ["model.preset=llama-3.1-8b", "context.profile=h100-nvlink-ib", "train.device=cuda", "model.vocab_size=128256"]
+    plain, faster = (run_profile(load(None, [*given, *more]), 1) for more in ([], ["train.float8=rowwise"]))
+    assert faster.profile == replace(plain.profile, linear_s_per_token=FLOAT8_TIME * plain.profile.linear_s_per_token)
+    assert "products in float8 are taken to take 60% of the time of bfloat16" in faster.lines

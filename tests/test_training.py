@@ -425,7 +425,7 @@ def test_dry_run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "dry run on 64 ranks of CPUs, as no GPU is here (--train.device cuda plans for GPUs)\n" in said
     assert "best static" in said and "(longer ones: split)" in said and "few for" not in said
     seconds = [float(found) for found in re.findall(r"^ +\d  .* (\d+\.\d+) s  .*\(static", said, re.MULTILINE)]
-    epoch = re.search(r"\nrun        100 steps \(an epoch has (\d+)\), ([\d.]+) seconds as predicted", said)
+    epoch = re.search(r"\nrun        100 steps \(an epoch has (\d+), of [\d,]+ tokens\), ([\d.]+) seconds as predicted", said)
     assert epoch and int(epoch[1]) == 1 and float(epoch[2]) == pytest.approx(100 * sum(seconds) / len(seconds), rel=0.1)
     assert "\nmemory     fits: " in said and "per rank, if all are on this machine (at: " in said
     large = ["--context.profile=h100-nvlink-ib", "--train.device=cuda", "--model.preset=llama-3.2-1b"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.commands import prepare
+from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.reading import Values
@@ -34,7 +35,8 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="transformers checkpoint: a folder, or OWNER/NAME on the hub")
-    parser.add_argument("data", metavar="DATA", help="JSONL, Parquet, a folder of them, or as `longctx prepare --source` takes")
+    data = "JSONL, Parquet, a folder of them, or as `longctx prepare --source` takes; omit it with --lengths or --mix"
+    parser.add_argument("data", nargs="?", metavar="DATA", help=data)
     parser.add_argument("--out", type=Path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA)")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank instead of all parameters")
     parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps takes precedence")
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prepare-only", action="store_true", help=only)
     dry = "the same, and say how many steps a run on --processes has, how long they take and whether they fit, by prediction"
     parser.add_argument("--dry-run", action="store_true", help=dry)
+    add_stand_in_options(parser)
     prepare.add_data_arguments(parser)
     parser.set_defaults(tokenizer=None)
     parser.epilog = (
@@ -59,6 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     ranks, out = _checked(arguments), _out(arguments)
     chosen = _given(arguments, out)
+    if arguments.data is None:
+        from longctx.commands.dry_run import dry_run, stand_in_store
+
+        lengths = stand_in_store(arguments, chosen)
+        assert lengths is not None, "see `_checked`"
+        defaults = _defaults(arguments, chosen, lengths, ranks, out)
+        dry_run(load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults), ranks, lengths)
+        return 0
     _prepare(arguments, chosen, out)
     store = Store.open(out / "store")
     defaults = _defaults(arguments, chosen, store, ranks, out)
@@ -91,6 +102,12 @@ def _checked(arguments: argparse.Namespace) -> int:
                 "torchrun started this process, but finetune starts its own: omit torchrun, and give --processes; on several "
                 "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
             )
+    given = stands_in(arguments)
+    if given == (arguments.data is not None):
+        raise UserError(
+            f"DATA is {arguments.data}, and --lengths or --mix is {'also' if given else 'not'} given: give DATA, or with "
+            "--dry-run lengths in its place"
+        )
     if arguments.lora is not None and arguments.lora < 1:
         raise UserError(f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all parameters")
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
@@ -103,7 +120,7 @@ def _checked(arguments: argparse.Namespace) -> int:
 
 def _out(arguments: argparse.Namespace) -> Path:
     """Returns the run folder."""
-    name = f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data)}"
+    name = f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data or 'lengths')}"
     return arguments.out or Path("runs", name)
 
 

@@ -41,6 +41,23 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_stand_in_options(parser: argparse.ArgumentParser) -> None:
+    """Adds lengths in place of the data of a dry run."""
+    instead = parser.add_mutually_exclusive_group()
+    lengths = "--dry-run: lengths in place of data, one per line, or those of a store"
+    instead.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=lengths)
+    mix = f"--dry-run: documents of a length mix in place of data: {', '.join(mix_names())}"
+    instead.add_argument("--mix", metavar="NAME", help=mix)
+
+
+def stands_in(arguments: argparse.Namespace) -> bool:
+    """Returns whether lengths are in place of data. Raises UserError if the run is not dry."""
+    given = arguments.lengths is not None or arguments.mix is not None
+    if given and not arguments.dry_run:
+        raise UserError("--lengths and --mix need --dry-run: lengths can be planned, but not trained on")
+    return given
+
+
 def add_planning_options(parser: argparse.ArgumentParser) -> None:
     """Adds what one split plans for: tokens per rank and the model."""
     tokens = "maximum tokens per rank in one micro-batch"

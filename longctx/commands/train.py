@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import said_once
 from longctx.config import load, overview
 from longctx.errors import UserError
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trace = "trace steps A to B into train.run_dir/traces: one file per rank, for https://ui.perfetto.dev"
     parser.add_argument("--trace-steps", metavar="A:B", help=trace)
     parser.add_argument("--gpus", type=int, metavar="N", help="--dry-run: number of GPUs to plan for, one process on each")
+    add_stand_in_options(parser)
     parser.epilog = (
         "On 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"
         "On every one of several machines: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + overview()
@@ -51,13 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     launch = Launch.read()
     if arguments.dry_run:
-        from longctx.commands.dry_run import dry_run
+        from longctx.commands.dry_run import dry_run, stand_in_store
 
         numbers = [number for number in (arguments.gpus, arguments.processes) if number is not None]
         ranks = numbers[0] if numbers else launch.world_size
         if ranks < 1:
             raise UserError(f"--{'gpus' if arguments.gpus is not None else 'processes'} is {ranks}: give 1 or more")
-        dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)
+        config = load(arguments.config, arguments.overrides, world_size=ranks)
+        dry_run(config, ranks, stand_in_store(arguments, config))
         return 0
     with said_once(launch):
         from longctx.start import train
@@ -65,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.gpus is not None:
             raise UserError("--gpus requires --dry-run: to train on N processes of this machine, give --processes N")
+        stands_in(arguments)
         traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
         step, file = _step(arguments.resume, arguments.config)
         config = load(file, arguments.overrides, world_size=launch.world_size)

@@ -42,6 +42,24 @@ def fixed_degree(longest: int, ranks: int, tokens_per_rank: int) -> int:
     )
 
 
+def best_single_degree(
+    steps: Sequence[Sequence[int]], longest: int, ranks: int, tokens_per_rank: int, profile: HardwareProfile
+) -> int:
+    """Returns the degree with which fixed static takes least time for all steps: the one of `fixed_degree`, or that doubled.
+
+    Raises PlanError if no degree holds the longest document of the data set.
+    """
+    degrees = [fixed_degree(longest, ranks, tokens_per_rank)]
+    while ranks % (2 * degrees[-1]) == 0:
+        degrees.append(2 * degrees[-1])
+    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": tokens_per_rank, "profile": profile}
+
+    def seconds(degree: int) -> float:
+        return sum(plan_fixed_static(lengths, **request, degree=degree).makespan_s for lengths in steps)
+
+    return min(degrees, key=seconds)
+
+
 def check_fixed_degree(degree: int, longest: int, ranks: int, tokens_per_rank: int) -> None:
     """Raises PlanError unless `degree` divides the ranks and holds a document of `longest` tokens."""
     if ranks % degree:

@@ -1,8 +1,9 @@
 """Modelled comparison: plans the same documents by auto, bins and static degrees, scored by one cost model.
 
 A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a row for each.
-Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps as in
-trainers without dynamic degrees, and the best static degree of every step, which is what `context.mode: static` does.
+Times are modelled with one hardware profile. Speedups are over three static plans: fixed static, one degree for all steps as in
+trainers without dynamic degrees, the smallest or the best; and the best static degree of every step, which is what
+`context.mode: static` does.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.comparison.baselines import Place, fixed_degree, plan_fixed_static, plan_placed
+from longctx.comparison.baselines import Place, best_single_degree, fixed_degree, plan_fixed_static, plan_placed
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.cost.model import NANOSECONDS
@@ -26,12 +27,17 @@ from longctx.planning.planners.planner import make_plan
 TITLES = {
     "auto": "auto",
     "bins": "bins",
+    "single-degree": "best single",
     "fixed-static": "fixed static",
     "static": "best static",
 }
 PLANNERS = tuple(TITLES)
 """Planners that are compared, in the order of all tables and figures."""
-SPEEDUPS = {"speedup_over_fixed": "fixed-static", "speedup_over_best_static": "static"}
+SPEEDUPS = {
+    "speedup_over_fixed": "fixed-static",
+    "speedup_over_single": "single-degree",
+    "speedup_over_best_static": "static",
+}
 """Speedup of a row → planner it is relative to, the headline first."""
 
 
@@ -45,6 +51,7 @@ class Case:
         seed: seed that the documents were drawn with.
         longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
         fixed_degree: degree of fixed static, if given explicitly.
+        single_degree: degree with which fixed static takes least time for all steps of a comparison; None: for this step.
     """
 
     lengths: tuple[int, ...]
@@ -53,6 +60,7 @@ class Case:
     seed: int = 0
     longest: int | None = None
     fixed_degree: int | None = None
+    single_degree: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class PlannerRow:
 
     Attributes:
         speedup_over_fixed: time of the fixed static plan / time of this plan; None without a fixed static plan.
+        speedup_over_single: time of fixed static at the best single degree / time of this plan.
         speedup_over_best_static: time of the best static plan of the step, over all degrees / time of this plan.
         no_barrier_s: time if ranks synchronized only at the end of the step. Exact for fixed static, whose groups never change,
             where no micro-batch gathers or reduces weights; for other plans a lower bound.
@@ -88,6 +97,7 @@ class PlannerRow:
     makespan_s: float | None = None
     lower_bound_s: float | None = None
     speedup_over_fixed: float | None = None
+    speedup_over_single: float | None = None
     speedup_over_best_static: float | None = None
     no_barrier_s: float | None = None
     tight_bound_s: float | None = None
@@ -127,10 +137,8 @@ def compare_case(
         try:
             if planner in places:
                 plans[planner] = plan_placed(planner, places[planner], case.lengths, **request)
-            elif planner == "fixed-static":
-                of_data_set = case.longest or max(case.lengths)
-                degree = case.fixed_degree or fixed_degree(of_data_set, case.ranks, case.tokens_per_rank)
-                plans[planner] = plan_fixed_static(case.lengths, **request, degree=degree)
+            elif planner in ("fixed-static", "single-degree"):
+                plans[planner] = plan_fixed_static(case.lengths, **request, degree=_degree(planner, case, profile))
             elif planner not in plans:
                 plans[planner] = make_plan(case.lengths, **request, mode=planner)
         except PlanError as error:
@@ -151,6 +159,15 @@ def compare_case(
         for planner in planners
     ]
     return rows, plans
+
+
+def _degree(planner: str, case: Case, profile: HardwareProfile) -> int:
+    """Returns the degree of fixed static, or the best single one. Raises PlanError if no degree holds the documents."""
+    longest = case.longest or max(case.lengths)
+    if planner == "fixed-static":
+        return case.fixed_degree or fixed_degree(longest, case.ranks, case.tokens_per_rank)
+    steps = [case.lengths]
+    return case.single_degree or best_single_degree(steps, longest, case.ranks, case.tokens_per_rank, profile)
 
 
 def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dict[str, Any]:

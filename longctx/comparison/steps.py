@@ -5,6 +5,7 @@ ranks can hold are split, dropped or refused by the sampler of training, and rep
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.comparison.baselines import check_fixed_degree
+from longctx.comparison.baselines import best_single_degree, check_fixed_degree
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import Case
 from longctx.data.sampler import Sampler, SamplerError
@@ -184,8 +185,12 @@ def _cases(
     longest_kept = source.longest_kept(longest, long_documents)
     if fixed_degree is not None:
         check_fixed_degree(fixed_degree, longest_kept, ranks, tokens_per_rank)
+    single = None
+    with suppress(PlanError):  # the rows say the reason
+        single = best_single_degree(fitted, longest_kept, ranks, tokens_per_rank, profile)
     cases = [
-        Case(lengths, ranks, tokens_per_rank, source.seed + i, longest_kept, fixed_degree) for i, lengths in enumerate(fitted)
+        Case(lengths, ranks, tokens_per_rank, source.seed + i, longest_kept, fixed_degree, single)
+        for i, lengths in enumerate(fitted)
     ]
     words = [remark] if remark else []
     data_set = np.concatenate(drawn) if source.data_set is None else source.data_set

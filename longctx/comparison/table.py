@@ -6,13 +6,16 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow, degree_of, most_speedup, over_fixed_without_barriers
+from longctx.comparison.modelled import TITLES, PlannerRow, degree_of, most_speedup, over_fixed_without_barriers
 
 OVER = {
     "speedup_over_fixed": "speedup over fixed static (one degree for all steps)",
+    "speedup_over_single": "speedup over the best single degree for all steps",
     "speedup_over_best_static": "speedup over the best static degree of every step",
 }
 LIMIT = "bound for any plan"
+SHOWN = ("speedup_over_fixed", "speedup_over_best_static")
+"""Speedups in columns of the table of plans; `gains` has the third."""
 
 
 class Words(NamedTuple):
@@ -29,7 +32,7 @@ def plans_table(rows: Sequence[PlannerRow]) -> Words:
         [
             f"{TITLES[row.planner]} ({degree_of(row)})" if degree_of(row) else TITLES[row.planner],
             f"{row.makespan_s:.3g} s",
-            *(times(getattr(row, speedup)) for speedup in SPEEDUPS),
+            *(times(getattr(row, speedup)) for speedup in SHOWN),
             *(f"{share:.1%}" for share in (row.gap, row.exchange_share, row.idle_share, row.padding_share)),
             f"{row.micro_batches}",
             f"{row.planning_ms:,.0f} ms",
@@ -37,7 +40,7 @@ def plans_table(rows: Sequence[PlannerRow]) -> Words:
         for row in rows
         if row.makespan_s is not None
     ]
-    limits = [times(most_speedup(rows, speedup)) for speedup in SPEEDUPS]
+    limits = [times(most_speedup(rows, speedup)) for speedup in SHOWN]
     return Words(
         ["", "time", "over\nfixed", "over\nbest", "gap", "waits", "idle", "unused\nbudget", "micro-\nbatches", "to\nplan"],
         [*lines, [LIMIT, f"{auto.tight_bound_s:.3g} s", *limits, f"{auto.unavoidable_gap:.1%}"]],
@@ -67,7 +70,8 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
     """Returns explanations of the tables of plans and memory."""
     lines = [
         "over fixed, over best: speedup over fixed static, which packs documents as they come (another degree: --baseline "
-        "static:DEGREE), and over the best static degree of every step, as context.mode static has it; degrees are in brackets",
+        "static:DEGREE), and over the best static degree of every step, as context.mode static has it; best single: fixed "
+        "static at the degree that is best for all steps; degrees are in brackets",
         "gap: time above the lower bound with a free network; waits: for the exchange; idle: for the slowest rank",
         "remote tokens: of other ranks, if gathered in one round; more rounds need less memory",
     ]
@@ -77,6 +81,18 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
             "step, that is, if every rank keeps all weights during the step"
         )
     return lines
+
+
+def gains(rows: Sequence[PlannerRow]) -> list[str]:
+    """Returns auto's gain in the three comparisons of the README, in their order."""
+    by = {row.planner: row for row in rows}
+    ranks, auto = rows[0].ranks, by["auto"]
+    over = (
+        ("the best single context-parallel degree", "single-degree", auto.speedup_over_single),
+        ("the smallest degree that holds all, or --baseline", "fixed-static", auto.speedup_over_fixed),
+    )
+    split = f"auto over the best tensor and pipeline split of a static run: longctx split --gpus {ranks}"
+    return [split, *(f"auto over {what} ({degree_of(by[name]) or 'none'}): {times(speedup)}" for what, name, speedup in over)]
 
 
 def step_words(rows: Sequence[PlannerRow]) -> str:
@@ -110,6 +126,8 @@ def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, consol
         for speedup, words in OVER.items():
             _print(f"{words}, by ranks", speedups_table(rows, speedup), console)
     _print(f"{ranks:,} ranks: {step_words(detailed)}", plans_table(detailed), console)
+    for line in gains(detailed):
+        console.print(line, highlight=False, markup=False)
     _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange round", memory_table(detailed), console)
     for line in [*missing(rows), "", *captions(detailed)]:
         console.print(line, style="dim", highlight=False, markup=False)

@@ -24,7 +24,7 @@ from longctx.training.run_profile import read_described, run_profile
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
-ROOM = 0.85
+ROOM = 0.9
 """Share of the available memory that `train.fit_memory` fills by estimate, which does not count everything."""
 Settings = dict[str, Any]
 """New values by dotted name."""
@@ -169,7 +169,7 @@ def refuse_too_large(
     raise DoesNotFit(
         f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; largest parts: {parts}), but only "
         f"{format_bytes(available)} is available: {out}. `longctx estimate --all` shows all choices; leave room for what it "
-        "does not count: libraries, communicator buffers and fragmentation"
+        "does not count: libraries and fragmentation"
     )
 
 

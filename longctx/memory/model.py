@@ -4,7 +4,7 @@ Few moments of a step can be the peak: the loss, the backward of the last block,
 summed up from the tensors that autograd, FSDP2 and ring attention keep; the largest sum is the peak. A test compares it with
 the allocator's peak on CPUs.
 
-Not counted: the process and its libraries, the CUDA context, communicator buffers and fragmentation.
+Not counted: the process and its libraries, and fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
 from longctx.memory.block import BlockMemory
+from longctx.memory.device import outside_allocator
 from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.memory.loads import Load
 from longctx.planning.cost.spec import Adapters, LayerSpec, ModelSpec
@@ -37,6 +38,7 @@ class Memory:
             quantized matrix, expanded; or of the optimizer for its largest parameter.
         logits: one chunk of the loss.
         pipeline: receive buffers, and activations of further micro-batches in flight.
+        device: on GPUs the CUDA context and NCCL's buffers, which are outside of the allocator.
     """
 
     moment: str
@@ -49,6 +51,7 @@ class Memory:
     working: int = 0
     logits: int = 0
     pipeline: int = 0
+    device: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -73,11 +76,12 @@ def fits(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load]
 
 
 def _moments(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], fused: bool) -> Iterator[Memory]:
+    device = outside_allocator(config, ranks) if fused else 0
     for load in candidates:
-        for pipeline_rank in range(config.parallel.pipeline_parallel_size):
-            yield from RankMemory(spec, config, ranks, load, fused, pipeline_rank).moments()
-        if spec.encoder_layers:
-            yield from RankMemory(spec, config, ranks, load, fused, 0, in_encoder=True).moments()
+        parts = [(rank, False) for rank in range(config.parallel.pipeline_parallel_size)]
+        for pipeline_rank, in_encoder in parts + [(0, True)] * bool(spec.encoder_layers):
+            for moment in RankMemory(spec, config, ranks, load, fused, pipeline_rank, in_encoder).moments():
+                yield replace(moment, device=device)
 
 
 class Weights:

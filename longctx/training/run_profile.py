@@ -29,6 +29,8 @@ from longctx.units import format_count
 
 UNKNOWN_GPU = "h100-nvlink-ib"
 """Profile of GPUs that no shipped profile is for."""
+FLOAT8_TIME = 0.6
+"""Time of linear layers with float8 products, relative to bfloat16, by half of the float8 runs in bench/published_runs.csv."""
 
 
 class Described(BaseModel):
@@ -167,6 +169,9 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     if config.context.ulysses_degree not in (1, "auto"):
         work = replace(work, queries=0.0)  # heads are swapped once the queries are there
     scaled = _scaled(name, profile, described, work, "this run", node)
+    if config.train.float8 is not None:
+        scaled = replace(scaled, profile=in_float8(scaled.profile))
+        lines.append(f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of {config.dtype}")
     if config.optimizer.name == "muon" != described.optimizer:
         s_per_operation = scaled.profile.linear_s_per_token / (6 * work.computed)  # three passes of one product and one sum
         operations, numbers = muon.work_of_rank(config.model_source(vocab_size).spec, ranks)
@@ -175,6 +180,11 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         lines.append(f"Muon's updates take {muon_s:.3g} s of a step, by the speed of the model's products")
     doubts = _doubts(name, described, device, gpu, config.dtype, default=asked is None)
     return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
+
+
+def in_float8(profile: HardwareProfile) -> HardwareProfile:
+    """Returns a profile whose linear layers take `FLOAT8_TIME` of their time, and hide as much of the exchange less."""
+    return replace(profile, linear_s_per_token=FLOAT8_TIME * profile.linear_s_per_token)
 
 
 def model_profile(

@@ -13,6 +13,7 @@ from longctx.plots.picture import Panel, draw_panels
 LOOKS = {
     "auto": ("#1f5c99", "o"),
     "bins": ("#3f8fc5", "s"),
+    "single-degree": ("#8a5a2b", "x"),
     "fixed-static": ("#3c4650", "|"),
     "static": ("#6c7985", "_"),
 }

@@ -56,6 +56,9 @@ def _summary(c: Comparison) -> str:
     if auto.speedup_over_fixed:
         words = f"auto over fixed static: degree {degree_of(fixed)} for all steps, documents packed as they come"
         boxes.append((times(auto.speedup_over_fixed), words))
+    if auto.speedup_over_single:
+        words = f"auto over the best single degree for all steps ({degree_of(rows['single-degree'])}), packed as they come"
+        boxes.append((times(auto.speedup_over_single), words))
     if auto.speedup_over_best_static:
         words = f"auto over the best static degree of every step (degree {degree_of(static)}), as context.mode static"
         boxes.append((times(auto.speedup_over_best_static), words))

@@ -1,0 +1,65 @@
+"""Dry runs without data: documents of a file of lengths or of a mix in place of a store."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from longctx.cli import main
+
+TINY = ["--model.preset=tiny", "--batch.global_tokens=4000", "--batch.tokens_per_rank=500", "--train.device=cpu"]
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.txt"
+    path.write_text("900\n" + "40\n" * 300)
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    status = main(list(arguments))
+    out, err = capsys.readouterr()
+    return out if status == 0 else "refused: " + " ".join(err.split())
+
+
+def test_lengths_stand_in_for_a_store(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--dry-run", "--gpus", "2", "--train.steps=100", "--model.vocab_size=256", f"--lengths={lengths}", *TINY]
+    out = said(capsys, "train", *given)
+    assert f"from {lengths}" in out and "memory     " in out
+    (count,) = re.findall(r"run        100 steps \(an epoch has (\d+), of 12,900 tokens\)", out)
+    assert 1 <= int(count) <= 4, "steps of at least 4,000 tokens"
+    assert re.search(r"; [\d.e+,]+ process hours per billion tokens\n", out)
+    saved = re.findall(r"gain       steps take (\d+)% less time than with one degree for all documents of a step", out)
+    steps = [line.split() for line in out.splitlines() if re.match(r" +\d+ ", line)]
+    ours, best = (sum(float(line[place]) for line in steps) for place in (4, 9))
+    assert float(saved[0] if saved else 0) == pytest.approx(100 * (1 - ours / best), abs=1)
+
+
+def test_a_mix_stands_in_for_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--dry-run", "--gpus", "64", "--model.vocab_size=256", "--mix=magi_192k", *TINY, "--data.max_length=4000"]
+    out = said(capsys, "train", *given)
+    assert "documents of the mix magi_192k" in out and "\nrun " in out and "\ngain " in out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--mix=magi_192k"], "--lengths and --mix need --dry-run"),
+        (["--mix=magi_192k", "--dry-run"], "model.vocab_size is null, and lengths have no tokenizer"),
+        (["--mix=magi_192k", "--dry-run", "--data.merge_prefixes=true"], "data.merge_prefixes is true, which needs tokens"),
+        (["--mix=magi_192k", "--dry-run", "--lengths=a.txt"], "not allowed with argument"),
+    ],
+)
+def test_what_lengths_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
+    try:
+        found = said(capsys, "train", *given, *TINY)
+    except SystemExit:
+        found = capsys.readouterr().err
+    assert message in " ".join(found.split())
+
+
+def test_finetune_needs_data_or_lengths(capsys: pytest.CaptureFixture[str], lengths: Path) -> None:
+    assert "DATA is None, and --lengths or --mix is not given" in said(capsys, "finetune", "owner/model", "--dry-run")
+    both = said(capsys, "finetune", "owner/model", "data.jsonl", "--dry-run", f"--lengths={lengths}")
+    assert "DATA is data.jsonl, and --lengths or --mix is also given" in both
