@@ -312,7 +312,7 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
             choose_kernel("flash", large)
     for small in (request(500_000, 500_000), request(9, 1_000_000, packed=2)):
         assert choose_kernel("auto", small) is KERNELS["flash"]
-    monkeypatch.setattr(flash, "request_of", lambda *given, **more: replace(request_of(*given, **more), device="cuda"))
+    monkeypatch.setattr(flash, "request_of", lambda *given, **more: request_of(*given, **more)._replace(device="cuda"))
     q = torch.empty(600_000, 32, 128, dtype=torch.bfloat16, device="meta")
     with pytest.raises(UserError, match="less than 2,147,483,648 elements"):
         Flash().forward(q, q, q, (Segment(0, 600_000, 0, 600_000, None, 0),), Options(1.0))
