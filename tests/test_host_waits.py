@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from longctx.attention.linear.scan import Scan
+from longctx.attention.linear.segments import RankSegments
+from longctx.hf.attention import _row
+from longctx.planning.layout import Layout, Placement
 from longctx.training.objectives.loss import log_probabilities, rows_with_labels
 from tests.host_waits import HostWaits, waits_of_a_step
 from tests.workers import Workers
@@ -33,7 +37,7 @@ def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: 
     assert set().union(*found) == ONCE | of_experts
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_path: Path, kind: str) -> None:
     from tests.lora_cases import make_checkpoint, settings_of
 
@@ -52,3 +56,19 @@ def test_waits_are_found() -> None:
     with watch.watching(iter([labels, hidden, weight])):
         log_probabilities(hidden, weight, labels, rows=torch.tensor([1]))
     assert watch.found == set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scan_is_built_without_pageable_copies(rank: int) -> None:
+    layout = Layout.of((Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), (40, 9, 7), 0, rank)
+    watch = HostWaits()
+    with watch.watching(iter([])):
+        Scan.build(RankSegments.of(layout, layout.tokens), torch.device("cpu"))
+    assert watch.found == set() and watch.on_device
+
+
+def test_inputs_of_a_prepared_model_are_no_pageable_copies() -> None:
+    watch = HostWaits()
+    with watch.watching(iter([])):
+        row = _row(torch.arange(3), torch.device("cpu"))
+    assert watch.found == set() and watch.on_device and row.tolist() == [[0, 1, 2]]
