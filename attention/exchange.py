@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,24 @@ class ExchangeError(RuntimeError):
     """
 
 
+class Route(NamedTuple):
+    """The way of all messages between this rank and another one.
+
+    Attributes:
+        order: batches are posted in this order: (whether they are between nodes, their number).
+        peer: the other rank in the default group.
+        group: the group that the messages use.
+    """
+
+    order: tuple[bool, int]
+    peer: int
+    group: dist.ProcessGroup | None
+
+
+Routes = dict[int, Route]
+"""Routes by peer; those who exchange often share one among their exchanges, as torch looks ranks up slowly."""
+
+
 class Exchange:
     """Sends and receives the messages of one rank over `group`, which holds the ranks of the domain in order.
 
@@ -48,6 +66,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None, where: str) -> None:
         self.group = group
         self.where = where
+        self.routes: Routes = {}
 
     def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> "Pending":
         """Posts all sends and receives and returns without waiting. Raises ExchangeError if that fails.
@@ -58,20 +77,24 @@ class Exchange:
             rows: (peer, number of rows) of each message to receive.
         """
         parts = incoming.split([count for _, count in rows]) if rows else ()
-        messages: list[tuple[Any, torch.Tensor, int]] = [(dist.isend, tensor, peer) for peer, tensor in outgoing]
-        messages += [(dist.irecv, part, peer) for (peer, _), part in zip(rows, parts, strict=True)]
         rounds: dict[tuple[bool, int], list[dist.P2POp]] = defaultdict(list)
-        for operation, tensor, peer in messages:
-            other = self._group_to(peer)
-            number = other is not self.group, self._batch(peer)
-            rounds[number].append(dist.P2POp(operation, tensor, self._global(peer), other))
-        peers = sorted({peer for _, _, peer in messages})
+        for operation, messages in ((dist.isend, outgoing), (dist.irecv, zip((peer for peer, _ in rows), parts, strict=True))):
+            for peer, tensor in messages:
+                route = self.route(peer)
+                rounds[route.order].append(dist.P2POp(operation, tensor, route.peer, route.group))
+        peers = sorted({peer for peer, _ in (*outgoing, *rows)})
         _Beside.end_others()
         try:
-            works = [work for number in sorted(rounds) for work in dist.batch_isend_irecv(rounds[number])]
+            works = [work for order in sorted(rounds) for work in dist.batch_isend_irecv(rounds[order])]
         except RuntimeError as error:
             raise self._failure(peers, error) from error
         return Pending(self, works, incoming, [tensor for _, tensor in outgoing], peers)
+
+    def route(self, peer: int) -> "Route":
+        """Returns the way of messages to and from `peer`, found once."""
+        if peer not in self.routes:
+            self.routes[peer] = self._route(peer)
+        return self.routes[peer]
 
     def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
         """Runs `hops`, which waits for messages and posts others, beside the computation that follows.
@@ -93,24 +116,19 @@ class Exchange:
         if self.held is not None:
             self.held += tensors
 
-    def _group_to(self, peer: int) -> dist.ProcessGroup | None:
-        """Returns the group for messages to and from `peer`."""
-        if self.across is None:
-            return self.group
-        group, node = self.across
-        return self.group if peer // node == dist.get_rank(self.group) // node else group
-
-    def _batch(self, peer: int) -> int:
-        """Returns the batch of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
+    def _route(self, peer: int) -> "Route":
+        """Batches have near ranks first, by their distance in the ring of all ranks.
 
         A batch has OPERATIONS_PER_BATCH / 4 distances, each with two peers, to which a rank sends and from which it receives.
         """
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        group, node = self.across or (self.group, ranks)
+        if peer // node == rank // node:
+            group = self.group
         distance = min((peer - rank) % ranks, (rank - peer) % ranks)
-        return (distance - 1) // (OPERATIONS_PER_BATCH // 4)
-
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        batch = (distance - 1) // (OPERATIONS_PER_BATCH // 4)
+        whole = peer if self.group is None else dist.get_global_rank(self.group, peer)
+        return Route((group is not self.group, batch), whole, group)
 
     def _failure(self, peers: list[int], error: Exception) -> ExchangeError:
         rank = dist.get_rank(self.group)

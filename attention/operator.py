@@ -18,9 +18,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from longctx.attention.expansion import Compressed, Expanding
 from longctx.attention.inputs import Queries
+from longctx.attention.keeping import kept
 from longctx.attention.merge import merge_
 from longctx.attention.ring_pass import Ring, RingPass, layer_name
 from longctx.attention.segment_builder import Call
@@ -29,6 +31,8 @@ _live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 NO_EXPANSION = -1
 """In place of the number of an `Expansion`: K and V travel."""
+PLAIN: tuple[Any, ...] = [], [], NO_EXPANSION, False
+"""Arguments of `forward` without an expansion."""
 
 
 class BegunForward(NamedTuple):
@@ -55,7 +59,7 @@ class Unfinished(NamedTuple):
     end: Callable[[], None] | None
 
 
-_unfinished: dict[tuple[int, int], Unfinished] = {}
+unfinished: dict[tuple[int, int], Unfinished] = {}
 """By number and layer; keeps the attention alive until `finish`."""
 
 
@@ -78,17 +82,17 @@ def find(number: int) -> Any:
     return _live[number]
 
 
-def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Runs an operator in the `watch` context of its attention."""
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
-        def watched(*arguments: Any) -> Any:
+        def watching(*arguments: Any) -> Any:
             call, layer = arguments[-2:]
             with find(call).watch(f"attention of {layer_name(layer)}, {name} pass"):
                 return run(*arguments)
 
-        return watched
+        return watching
 
     return decorate
 
@@ -133,7 +137,7 @@ def ring_attention(
         return x
 
     q = queries(sent)
-    how: tuple[Any, ...] = [], [], NO_EXPANSION, False
+    how = PLAIN
     if compressed is not None:
         expansion, sent_rows = compressed.expansion, [*compressed[:2]]
         how = sent_rows, expansion.weights(), expansion.number, compressed.autocast
@@ -142,7 +146,8 @@ def ring_attention(
 
 
 @torch.library.custom_op("longctx::ring_attention_begin", mutates_args=())
-@_watched("forward")
+@kept
+@watched("forward")
 def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tensor:
     """Posts the first messages of K and V, or of what they are computed from. Returns an empty tensor, whose gradient in
     `forward` stands for theirs.
@@ -156,7 +161,8 @@ def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> 
 
 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
-@_watched("forward")
+@kept
+@watched("forward")
 def forward(
     q: Tensor,
     k: Tensor,
@@ -176,8 +182,15 @@ def forward(
     number of an `expansion`, its `rows` were sent in place of K and V, and its `weights` get gradients.
     """
     started: BegunForward = find(call).begun.pop(layer)
-    this, kept, steps = started
-    this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
+    started.this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
+    return attended(started, q, k, v, sink_logits)
+
+
+def attended(
+    started: BegunForward, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the results of `forward` once K and V are on their way."""
+    this, received_rows, steps = started
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in steps:
         for part in calls:
@@ -193,11 +206,11 @@ def forward(
     if sink_logits is not None:
         total = torch.logaddexp(lse, sink_logits.to(lse.dtype))
         out, lse = out * (lse - total).exp_().unsqueeze(-1), total
-    return out.to(q.dtype), lse, kept
+    return out.to(q.dtype), lse, received_rows
 
 
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
-@_watched("backward")
+@watched("backward")
 def backward(
     dout: Tensor,
     q: Tensor,
@@ -250,7 +263,7 @@ def backward(
     else:
         end = this.exchange.beside(functools.partial(_finish_all, returning), k.device) if returning else None
         own_rows = (of_rows[0], of_rows[1]) if of_rows else (dk, dv)
-        _unfinished[call, layer] = Unfinished(this, *own_rows, end)
+        unfinished[call, layer] = Unfinished(this, *own_rows, end)
     if this.expanding is None:
         return [dq.to(q.dtype)]
     summed = zip([dq, dk, dv, *this.expanding.sums_for(weights)], [q, k, v, *weights], strict=True)
@@ -258,10 +271,10 @@ def backward(
 
 
 @torch.library.custom_op("longctx::ring_attention_finish", mutates_args=())
-@_watched("backward")
+@watched("backward")
 def finish(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tensor, Tensor]:
     """Returns dk and dv once those of other ranks are added. `begun` is the gradient of that tensor."""
-    left = _unfinished.pop((call, layer))
+    left = unfinished.pop((call, layer))
     if left.end is not None:
         left.end()
     return left.dk.to(k.dtype), left.dv.to(v.dtype)
@@ -321,20 +334,20 @@ def _(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tenso
     return k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_begin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_begin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     k, v, _, ctx.number, ctx.layer = inputs
     ctx.save_for_backward(k, v)
 
 
-def _key_gradients(ctx: Any, begun: Tensor) -> tuple[Tensor | None, ...]:
-    dk, dv = finish(begun, *ctx.saved_tensors, ctx.number, ctx.layer)
+def key_gradients(ctx: Any, begun: Tensor) -> tuple[Tensor | None, ...]:
+    dk, dv = run(finish, begun, *ctx.saved_tensors, ctx.number, ctx.layer)
     return dk, dv, dk[:0].flatten() if ctx.needs_input_grad[2] else None, None, None
 
 
-begin.register_autograd(_key_gradients, setup_context=_setup_begin)
+begin.register_autograd(key_gradients, setup_context=setup_begin)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink_logits, _, rows, weights, *ctx.expansion, ctx.number, ctx.layer = inputs
     ctx.rows = len(rows)
     ctx.save_for_backward(q, k, v, sink_logits, *output, *rows, *weights)
@@ -342,21 +355,36 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)  # otherwise torch allocates zero gradients as large as the kept K and V
 
 
-def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
+def gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Any, ...]:
     q, k, v, sink_logits, out, lse, kept, *others = ctx.saved_tensors
     rows, weights = others[: ctx.rows], others[ctx.rows :]
     dout, how = dout.contiguous(), (rows, weights, *ctx.expansion, ctx.number, ctx.layer)
-    dq, *gradients = backward(dout, q, k, v, out, lse, kept, not ctx.needs_input_grad[4], *how)
+    dq, *gradients = run(backward, dout, q, k, v, out, lse, kept, not ctx.needs_input_grad[4], *how)
     begun = dq[:0].flatten().to(k.dtype)  # of dq, so that no compiler moves `finish` before
-    dsink = None
-    if sink_logits is not None:
-        shares = (sink_logits.to(lse.dtype) - lse).exp()
-        dsink = -(shares * (dout * out).sum(-1, dtype=lse.dtype)).sum(0).to(sink_logits.dtype)
+    dsink = sink_gradient(sink_logits, dout, out, lse)
     dk, dv, *of_weights = gradients or (None, None)
     return dq, dk, dv, dsink, begun, [None] * len(rows), of_weights, None, None, None, None
 
 
-forward.register_autograd(_gradients, setup_context=_setup_context)
+forward.register_autograd(gradients, setup_context=setup_context)
+
+
+def sink_gradient(sink_logits: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+    if sink_logits is None:
+        return None
+    shares = (sink_logits.to(lse.dtype) - lse).exp()
+    return -(shares * (dout * out).sum(-1, dtype=lse.dtype)).sum(0).to(sink_logits.dtype)
+
+
+def unobserved(x: Tensor) -> bool:
+    """Returns whether nothing needs the registered operators: no compiler, no mode that sees operations, no kind of tensor."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and _get_current_dispatch_mode() is None
+
+
+def run(operator: Any, *arguments: Any) -> Any:
+    """Runs an operator, without torch's registry if it is `unobserved`."""
+    return operator._init_fn(*arguments) if unobserved(arguments[0]) else operator(*arguments)
+
 
 OPERATORS = [torch.ops.longctx.ring_attention_begin.default, torch.ops.longctx.ring_attention.default]
 """Those that exchange messages in forward."""

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from longctx.attention import operator
-from longctx.attention.exchange import Exchange
+from longctx.attention import eager, operator
+from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Compressed
 from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
 from longctx.attention.masks import CAUSAL, EVERYTHING, Mask
@@ -131,6 +131,7 @@ class RingAttention(CheckedAttention):
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.deterministic = deterministic
         self.across = (across, ranks_per_node) if across is not None and ranks_per_node else None
+        self.routes: Routes = {}
         self.begun: dict[int, operator.BegunForward] = {}
         """Forward passes whose K and V are under way, by layer."""
         self.number = operator.register(self)
@@ -150,4 +151,4 @@ class RingAttention(CheckedAttention):
         layer = NO_LAYER if layer is None else layer
         # In this order, or torch.compile would make two programs for K and V.
         compressed = compressed if compressed is None or self.exchanges else None
-        return operator.ring_attention(queries, k, v, sink_logits, self.number, layer, after, compressed)
+        return eager.ring_attention(queries, k, v, sink_logits, self.number, layer, after, compressed, self.exchanges)

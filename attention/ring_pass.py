@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.attention.exchange import Exchange
+from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Expanding
 from longctx.attention.kernels import Kernel, Options, choose_kernel
 from longctx.attention.kernels.contract import request_of
@@ -27,6 +27,7 @@ class Ring(Protocol):
     watch: Callable[[str], AbstractContextManager[object]]
     group: dist.ProcessGroup | None
     across: tuple[dist.ProcessGroup, int] | None
+    routes: Routes
     scale: float | None
     softcap: float
     kernel: str
@@ -53,7 +54,7 @@ class RingPass:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
-        self.exchange.across = call.across
+        self.exchange.across, self.exchange.routes = call.across, call.routes
         self.in_flight = 0  # exchanges that were started and not waited for
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()

@@ -42,11 +42,11 @@ class Hop:
     sends: tuple[tuple[int, RowSet], ...]
     receives: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def received_rows(self) -> int:
         return sum(rows for _, rows in self.receives)
 
-    @property
+    @cached_property
     def sent_rows(self) -> int:
         return sum(len(rows) for _, rows in self.sends)
 
@@ -58,7 +58,7 @@ class ExchangeRound:
     hops: tuple[Hop, ...]
     calls: tuple[Call, ...]
 
-    @property
+    @cached_property
     def received_rows(self) -> int:
         return sum(hop.received_rows for hop in self.hops)
 
@@ -73,7 +73,7 @@ class Schedule:
     two_levels: bool = False
     """Whether rounds after the first may have two hops, on any rank."""
 
-    @property
+    @cached_property
     def received_rows(self) -> int:
         return sum(round_.received_rows for round_ in self.rounds)
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention import operator
-from longctx.attention.exchange import Exchange
+from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Compressed
 from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
+from longctx.attention.keeping import kept
 from longctx.attention.ring import RingAttention
 from longctx.attention.ring_pass import NO_LAYER, layer_name
 from longctx.attention.segment_builder import row_index
@@ -139,6 +140,7 @@ class HeadSwap:
         self.order = row_index(_chunk_order(shards, self.mates), device)
         self.back = torch.argsort(self.order)
         self.group, self.exchange, self.where = group, exchange, f"micro-batch {layout.micro_batch}"
+        self.routes: Routes = {}
         self.number = operator.register(self)
 
     def run(self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int) -> list[torch.Tensor]:
@@ -146,6 +148,7 @@ class HeadSwap:
         others = [i for i in range(len(self.mates)) if i != self.me]
         incoming = parts[self.me].new_empty(sum(counts[i] for i in others), width)
         exchange = self.exchange(self.group, f"{self.where}, {layer_name(layer)}, Ulysses exchange")
+        exchange.routes = self.routes
         outgoing = [(self.mates[i], parts[i].contiguous()) for i in others if len(parts[i])]
         rows = [(self.mates[i], counts[i]) for i in others if counts[i]]
         received = list(exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others]))
@@ -176,6 +179,7 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
 
 
 @torch.library.custom_op("longctx::gather_tokens", mutates_args=())
+@kept
 def gather_tokens(x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int) -> torch.Tensor:
     """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by the `HeadSwap` of `number`.
 
@@ -188,6 +192,7 @@ def gather_tokens(x: torch.Tensor, after: torch.Tensor | None, number: int, laye
 
 
 @torch.library.custom_op("longctx::gather_heads", mutates_args=())
+@kept
 def gather_heads(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not swapped are 0.
 

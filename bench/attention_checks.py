@@ -43,7 +43,7 @@ def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dic
     for dtype, head_dim in kinds:
         request = KernelRequest(device.type, dtype, head_dim, head_dim, bands=True, deterministic=True)
         why = KERNELS[kernel].refusal(request)
-        if why is not None and KERNELS[kernel].refusal(replace(request, deterministic=False)) is not None:
+        if why is not None and KERNELS[kernel].refusal(request._replace(deterministic=False)) is not None:
             continue
         if why is not None:
             print(f"two runs may differ: {kernel} {why}")

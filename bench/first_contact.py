@@ -1,6 +1,6 @@
-"""The first nine minutes on a GPU: is it right, how fast is it, does the memory estimate hold. Needs one GPU, and no network.
+"""The first minutes on GPUs: is it right, how fast is it, does the memory estimate hold. Needs one GPU, and no network.
 
-    python bench/first_contact.py                  # 9 minutes
+    python bench/first_contact.py                  # 9 minutes on one GPU, 14 on two and more
     python bench/first_contact.py --minutes 25     # more rows
     python bench/first_contact.py --smoke          # tiny, on any machine: tests the script, no figures
 
@@ -8,11 +8,12 @@ Answers, in this order, in OUT.md, which is rewritten after every part:
   attention  Does every kernel agree with float64? How fast is it, and what does a ring cost over one call (attention_gpu.py)?
   training   How fast does a 1B model train on documents of 32,768 and 131,072 tokens, does it take the memory that was
              estimated, and which recomputation and compilation are best (training_gpu.py)?
-  profile    What are the constants of this machine for the planner (longctx calibrate)?
+  messages   On two and more GPUs: do rings, pipelines and training over NCCL give what one process gives (pytest -m gpu)?
+  profile    What are the constants of this machine for the planner (longctx calibrate), on two and more GPUs those of messages
+             between them too?
 
 Each part is a process of its own, with a share of the time: if one fails, OUT.md says so, and the others run. Rows are appended
 to OUT-attention*.csv and OUT-training.csv as they are measured; the same command continues with those that are missing.
-Messages between GPUs are not measured: on two or more GPUs, run `pytest -m gpu` and `longctx calibrate --processes N`.
 docs/gpu.md says how to read the answers.
 """
 
@@ -27,20 +28,27 @@ from pathlib import Path
 
 import torch
 
+from attention_checks import masks
 from harness import command, device_facts, facts, markdown, median_s, options
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.training.run_profile import default_profile
 from training_rows import FASTEST
 
 HERE = Path(__file__).parent
 Rows = list[dict[str, str]]
 SHARES = {"attention": 0.4, "training": 0.8, "profile": 1.0}
 """Share of the time that has passed at the end of each part."""
+OF_SEVERAL = {"attention": 0.3, "training": 0.6, "messages": 0.8, "profile": 1.0}
+"""The same on two and more GPUs."""
+MINUTES, MINUTES_OF_SEVERAL = 9.0, 14.0
 PRODUCT_ROWS = 8192
 RING_AIM, MEMORY_AIM = 0.9, 0.1
 MFU_AIMS = {"32768": 0.5, "131072": 0.55}
 
 
 def main() -> None:
-    parser = options(__doc__, "first-contact", minutes=9.0)
+    gpus = torch.cuda.device_count()
+    parser = options(__doc__, "first-contact", minutes=MINUTES_OF_SEVERAL if gpus > 1 else MINUTES)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
     given = parser.parse_args()
     if not torch.cuda.is_available() and not given.smoke:
@@ -50,9 +58,9 @@ def main() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as other:  # the memory that it takes on the GPU is given back with it
         about |= other.submit(device_rates, small=given.smoke).result()
     page = given.out.with_suffix(".md")
-    for part, share in SHARES.items():
+    for part, share in (OF_SEVERAL if gpus > 1 else SHARES).items():
         left = began + share * given.minutes * 60 - time.monotonic()
-        why = run(commands(part, given.out, left / 60, smoke=given.smoke), left)
+        why = run(commands(part, given.out, left / 60, smoke=given.smoke, gpus=gpus), left)
         failures += [f"{part}: {why}"] if why else []
         page.write_text("\n".join(answers(given.out, about, failures)) + "\n", encoding="utf-8")
     print(page.read_text(encoding="utf-8"))
@@ -71,13 +79,16 @@ def device_rates(*, small: bool) -> dict[str, str]:
     return {**device_facts(), "matrix product": found[0], "copy": found[1]}
 
 
-def commands(part: str, out: Path, minutes: float, *, smoke: bool) -> list[str]:
-    """Returns the command of a part."""
+def commands(part: str, out: Path, minutes: float, *, smoke: bool, gpus: int) -> list[str]:
+    """Returns the command of a part on so many GPUs."""
+    if part == "messages":
+        return ["-m", "pytest", "-q", "-m", "gpu", str(HERE.parent / "tests" / "test_two_devices.py")]
     small = ["--smoke"] if smoke else []
     if part == "profile":
         model = "tiny" if smoke else "llama-3.2-1b"
+        several = [f"--processes={gpus}"] if gpus > 1 else []
         settings = [f"--model.preset={model}", "--train.dtype=bfloat16", f"--batch.tokens_per_rank={256 if smoke else 16384}"]
-        return ["-m", "longctx", "calibrate", *settings, "--out", f"{out}-profile.yaml"]
+        return ["-m", "longctx", "calibrate", *settings, "--out", f"{out}-profile.yaml", *several]
     script = [str(HERE / f"{part}_gpu.py"), "--first", *small, "--minutes", f"{minutes:.2f}", "--out", f"{out}-{part}"]
     if part == "training":
         return [*script, "--steps", "2" if smoke else "5"]
@@ -97,7 +108,6 @@ def run(words: Sequence[str], seconds: float) -> str:
 def answers(out: Path, about: dict[str, str], failures: Sequence[str]) -> list[str]:
     """Returns the lines of OUT.md."""
     checks, attention, training = (read(Path(f"{out}-{name}.csv")) for name in ("attention-checks", "attention", "training"))
-    profile = Path(f"{out}-profile.yaml")
     return [
         f"# First contact: {about['device']}",
         "",
@@ -109,8 +119,18 @@ def answers(out: Path, about: dict[str, str], failures: Sequence[str]) -> list[s
         *("", f"## How fast does a model train? (aim: {', '.join(f'{aim:.0%} at {n} tokens' for n, aim in MFU_AIMS.items())})"),
         *("", *models(training)),
         *("", "## What are the planner's constants here?", ""),
-        f"{profile.name}: `--context.profile {profile.name}`" if profile.exists() else "not measured",
+        *constants(Path(f"{out}-profile.yaml"), about["device"]),
     ]
+
+
+def constants(path: Path, device: str) -> list[str]:
+    """Says where the profile is, and what was predicted of messages beside what it has: the same if they were not measured."""
+    if not path.exists():
+        return ["not measured"]
+    expected = HardwareProfile.load(default_profile("cpu" if device.startswith("CPU") else "cuda", device))
+    found, names = HardwareProfile.load(str(path)), ("intra_node_bytes_per_s", "latency_s", "overlap")
+    rows = [[name, *(f"{getattr(profile, name):.4g}" for profile in (expected, found))] for name in names]
+    return [f"{path.name}: `--context.profile {path.name}`", "", *markdown(["of messages", "predicted", "here"], rows, 1)]
 
 
 def kernels(rows: Rows) -> list[str]:
@@ -121,6 +141,8 @@ def kernels(rows: Rows) -> list[str]:
         good = [row for row in mine if row["right"] == "True"]
         ratios = [float(row["ring"]) / float(row["single"]) for row in mine if row["single"] and float(row["single"])]
         different = {f"{row['mask']} {row['tensor']} {row['failed']}".strip() for row in mine if row["right"] != "True"}
+        reached = {row["mask"] for row in mine}
+        different |= {f"not checked: {mask}" for mask in masks(1) if mask not in reached}  # no time was left
         different |= {"two runs may differ" for row in mine if row["deterministic"] == "False"}
         worst = f"{max(ratios):.2f}" if ratios else ""
         lines.append([kernel, f"{len(good)} of {len(mine)}", worst, "; ".join(sorted(different))])

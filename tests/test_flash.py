@@ -203,7 +203,7 @@ def test_a_deterministic_backward_is_tried(library: Library, monkeypatch: pytest
 def test_a_library_that_is_not_deterministic_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(flash, "differs", lambda library, request: "differs" if library.name == "flash-attn 4" else None)
-    chosen = [Flash().library(replace(BF16, deterministic=deterministic)) for deterministic in (False, True)]
+    chosen = [Flash().library(BF16._replace(deterministic=deterministic)) for deterministic in (False, True)]
     assert [library.name for library in chosen if isinstance(library, Library)] == ["flash-attn 4", "flash-attn 3"]
 
 
@@ -303,7 +303,7 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
         tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
         whole = [x if x.dim() == 3 else x[:, 0] for x in tensors]
         made = request_of(*whole, (Segment(0, 1, 0, 1),) * segments, softcap=False, deterministic=False)
-        return replace(made, device="cuda")
+        return made._replace(device="cuda")
 
     queries, keys, strided, padded = (600_000, 600_000), (300_000, 2_100_000), (9, 1_100_000, 32, 2), (500_000, 9, 32, 1, 100)
     for large in (request(*queries), request(*keys), request(*strided), request(*padded)):
@@ -312,7 +312,7 @@ def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pyte
             choose_kernel("flash", large)
     for small in (request(500_000, 500_000), request(9, 1_000_000, packed=2)):
         assert choose_kernel("auto", small) is KERNELS["flash"]
-    monkeypatch.setattr(flash, "request_of", lambda *given, **more: replace(request_of(*given, **more), device="cuda"))
+    monkeypatch.setattr(flash, "request_of", lambda *given, **more: request_of(*given, **more)._replace(device="cuda"))
     q = torch.empty(600_000, 32, 128, dtype=torch.bfloat16, device="meta")
     with pytest.raises(UserError, match="less than 2,147,483,648 elements"):
         Flash().forward(q, q, q, (Segment(0, 600_000, 0, 600_000, None, 0),), Options(1.0))

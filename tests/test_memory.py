@@ -179,7 +179,7 @@ def test_which_kernel_is_counted() -> None:
     assert found[2] == "triton"
     if not torch.cuda.is_available():
         assert found[:2] == ["torch's flash operators"] * 2
-        assert kernels.kernel_on_gpus("auto", replace(request, dtype=torch.float32)) == "triton"
+        assert kernels.kernel_on_gpus("auto", request._replace(dtype=torch.float32)) == "triton"
 
 
 BASE = ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"]

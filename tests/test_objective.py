@@ -1,5 +1,6 @@
 """The chunked loss is cross-entropy, with weights of any value, and its gradients are those of plain torch."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,3 +40,24 @@ def test_chunked_cross_entropy(tokens: int, chunk: int, ignored: float, weighted
             for found, gradient in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
                 torch.testing.assert_close(found, gradient)
     torch.testing.assert_close(log_probabilities(hidden, weight, labels, chunk), -nll.detach())
+
+
+def test_gradients_of_the_head_are_scaled_in_place() -> None:
+    """A copy of that of the weight would take gigabytes for a large vocabulary."""
+    hidden, weight = (torch.randn(rows, 6, requires_grad=True) for rows in (9, 11))
+    loss = cross_entropy_sum(hidden, weight, torch.randint(0, 11, (9,)), 3.0, 4)
+    assert loss.grad_fn is not None
+    saved = [each.data_ptr() for each in loss.grad_fn.saved_tensors]  # type: ignore[attr-defined]  # of our function
+    values = [each.clone() for each in loss.grad_fn.saved_tensors]  # type: ignore[attr-defined]
+    found = torch.autograd.grad(loss * 0.3, (hidden, weight))
+    assert [each.data_ptr() for each in found] == saved
+    assert all(torch.equal(each, value * torch.tensor(0.3)) for each, value in zip(found, values, strict=True))
+
+
+def test_a_second_backward_through_the_loss_is_refused() -> None:
+    """It would scale gradients twice."""
+    hidden = torch.randn(9, 6, requires_grad=True)
+    loss = cross_entropy_sum(hidden, torch.randn(11, 6), torch.randint(0, 11, (9,)))
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, hidden)

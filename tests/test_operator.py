@@ -14,7 +14,7 @@ from functorch.compile import make_boxed_compiler, make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from longctx.attention import OPERATORS, RingAttention, operator
+from longctx.attention import OPERATORS, RingAttention, keeping, operator
 from longctx.attention.exchange import Exchange, Pending
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
@@ -182,7 +182,7 @@ def run_frozen(compiled: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         q, k, v = q.requires_grad_(), k.requires_grad_(not frozen), v.requires_grad_(not frozen)
         run = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
         found.append(torch.autograd.grad(run(q, k, v).square().sum(), [q] if frozen else [q, k, v])[0])
-    return *found, len(operator._unfinished)
+    return *found, len(operator.unfinished)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -206,8 +206,9 @@ def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]
     elif policy == "full":
         out = checkpoint(block, x, attention, use_reentrant=False)
     else:
-        keep_attention = partial(create_selective_checkpoint_contexts, OPERATORS)
-        out = checkpoint(block, x, attention, use_reentrant=False, context_fn=keep_attention)
+        of_torch = partial(create_selective_checkpoint_contexts, OPERATORS)
+        contexts = of_torch if policy == "selective by torch" else keeping.contexts
+        out = checkpoint(block, x, attention, use_reentrant=False, context_fn=contexts)
     gradients = torch.autograd.grad(out.square().sum(), (x, block.qkv.weight))
     return list(gradients), Counting.starts
 
@@ -217,7 +218,7 @@ def test_selective_recomputation_never_repeats_the_exchange(workers: Workers) ->
     starts = {}
     wanted = None
     for keep_kv in (False, True):
-        for policy in ("none", "selective", "full"):
+        for policy in ("none", "selective", "selective by torch", "full"):
             results = workers.run(run_recomputed, 2, keep_kv, policy)
             starts[keep_kv, policy] = results[0][1]
             wanted = wanted or [gradients for gradients, _ in results]
@@ -226,9 +227,11 @@ def test_selective_recomputation_never_repeats_the_exchange(workers: Workers) ->
     assert starts == {
         (False, "none"): 3,
         (False, "selective"): 3,
+        (False, "selective by torch"): 3,
         (False, "full"): 4,
         (True, "none"): 2,
         (True, "selective"): 2,
+        (True, "selective by torch"): 2,
         (True, "full"): 3,
     }
 

@@ -4,6 +4,7 @@ gradients are the same."""
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch._dynamo
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from longctx.attention import RingAttention
+from longctx.attention import RingAttention, keeping, operator
+from longctx.attention.kernels import cpu
 from longctx.config import load
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
@@ -21,10 +24,12 @@ from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import _contexts, apply_recompute
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout, Placement
 from longctx.planning.planners.planner import make_plan
 from longctx.training import build
 
 LAYERS, TOKENS = 2, 48
+ATTENTION = "longctx.ring_attention.default"
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": LAYERS, "qkv_bias": True})
 REPEATED = {"none": 0, "norms": 0, "mlp": 2, "selective": 6, "full": 6}
 """Matrices of a block that backward computes again: gate and up, or all but the last."""
@@ -64,8 +69,9 @@ def train(
 
 
 def train_counted(mode: str, tiles: int | None = None) -> tuple[list[torch.Tensor], Counts]:
-    with Counting() as counting:
-        return train(mode, tiles=tiles), counting.calls
+    with Counting() as counting, mock.patch.object(cpu, "forward", wraps=cpu.forward) as attention:
+        gradients = train(mode, tiles=tiles)
+    return gradients, counting.calls | {ATTENTION: attention.call_count}  # not of what returns outputs that were kept
 
 
 def train_compiled(mode: str, tiles: int | None = None) -> tuple[list[torch.Tensor], Counts]:
@@ -88,12 +94,43 @@ def products(calls: Counts) -> int:
 def test_only_what_the_mode_says_is_repeated(compiled: bool) -> None:
     runs = {mode: train_compiled(mode) if compiled else train_counted(mode) for mode in RECOMPUTE_MODES}
     wanted, plain = runs["none"]
-    layers = plain["longctx.ring_attention.default"]
+    layers = plain[ATTENTION]
     assert layers == (1 if compiled else LAYERS), "compiled once for all layers"
     for mode, (gradients, calls) in runs.items():
         assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True)), mode
         assert products(calls) - products(plain) == layers * REPEATED[mode], mode
-        assert calls["longctx.ring_attention.default"] == layers * (2 if mode == "full" else 1), mode
+        assert calls[ATTENTION] == layers * (2 if mode == "full" else 1), mode
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_the_host_enters_no_mode_that_sees_every_operation(mode: str) -> None:
+    """Torch's own selective recomputation has one in forward and one in backward, which cost more than the block."""
+    wanted = train("none")
+    with mock.patch.object(TorchDispatchMode, "__enter__", side_effect=AssertionError("a mode")):
+        gradients = train(mode)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_whole_documents_need_one_node_of_autograd(mode: str) -> None:
+    """And none of torch's registered operators, which look up and check what never changes."""
+    with mock.patch.object(type(operator.begin), "__call__", side_effect=AssertionError("a registered operator")):
+        train(mode)
+    x = torch.randn(TOKENS, 2, 8, requires_grad=True)
+    attention = RingAttention(Layout.of((Placement(0, 0, 1),), (TOKENS,), 0, 0))
+    out = attention(x, x, x)
+    assert out.grad_fn is not None
+    assert {type(node).__name__ for node, _ in out.grad_fn.next_functions if node is not None} == {"AccumulateGrad"}
+
+
+def test_what_is_kept_serves_one_backward() -> None:
+    """It is freed as it is used: a second backward would otherwise compute with nothing, or hold all of it."""
+    x = torch.randn(TOKENS, 2, 8, requires_grad=True)
+    attention = RingAttention(Layout.of((Placement(0, 0, 1),), (TOKENS,), 0, 0))
+    out = checkpoint(lambda x: attention(x * 2, x, x).square(), x, use_reentrant=False, context_fn=keeping.contexts).sum()
+    torch.autograd.grad(out, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"recomputed twice.*without retain_graph"):
+        torch.autograd.grad(out, x)
 
 
 def test_with_tiles_the_mlp_is_repeated_by_tile_only() -> None:
@@ -112,7 +149,7 @@ def test_tiles_compile_once_for_all_layers() -> None:
     gradients, calls = train_compiled("selective", tiles=16)
     for a, b in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(a, b)
-    assert calls["longctx.ring_attention.default"] == 1 and plain["longctx.ring_attention.default"] == LAYERS
+    assert calls[ATTENTION] == 1 and plain[ATTENTION] == LAYERS
 
 
 def test_the_outputs_of_adapters_are_not_kept() -> None:

@@ -244,10 +244,10 @@ def test_fused_merge_equals_the_plain_one(dtype: torch.dtype, dim: int) -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     request = KernelRequest("cuda", torch.bfloat16, 128, 64, bands=True, softcap=True)
     assert triton.refusal(request) is None
-    assert "float64" in str(triton.refusal(replace(request, dtype=torch.float64)))
-    assert "up to 256" in str(triton.refusal(replace(request, v_head_dim=257)))
+    assert "float64" in str(triton.refusal(request._replace(dtype=torch.float64)))
+    assert "up to 256" in str(triton.refusal(request._replace(v_head_dim=257)))
     with pytest.raises(KernelError, match="triton runs on GPUs, not on cpu"):
-        choose_kernel("triton", replace(request, device="cpu", dtype=torch.float32))
+        choose_kernel("triton", request._replace(device="cpu", dtype=torch.float32))
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
     assert "pip install triton" in str(triton.refusal(request))
     x = torch.zeros(4, 1, 16)

@@ -14,7 +14,6 @@ merged over all calls, as ring attention needs. The last dimension of every tens
 kernel ignores `deterministic` and `overlapped` if they make no difference to it.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,9 +22,8 @@ from torch import Tensor
 from longctx.attention.segments import Segments
 
 
-@dataclass(frozen=True)
-class KernelRequest:
-    """The properties of a call that a kernel must support.
+class KernelRequest(NamedTuple):
+    """The properties of a call that a kernel must support. A tuple, as every call makes and hashes several.
 
     `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Options`. `elements`:
     of the largest tensor or buffer, rounded down, or 0 if it has less than MOST_ELEMENTS.
@@ -50,11 +48,12 @@ PADDING = 128
 def request_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **properties: bool) -> KernelRequest:
     """Returns the request of a call, with its other properties."""
     rows = PADDING * (2 * len(segments) + 1)  # rows between segments are sequences too
-    sizes = [(len(x) + rows) * x.shape[1] * max(x.shape[2], v.shape[2]) for x in (q, k)]
-    largest = max(*sizes, *(len(x) * x.stride(0) for x in (q, k, v)))
+    (queries, heads, dim), (keys, kv_heads, _), v_dim = q.shape, k.shape, v.shape[2]
+    largest = max((queries + rows) * heads, (keys + rows) * kv_heads) * max(dim, v_dim)
+    largest = max(largest, queries * q.stride(0), keys * k.stride(0), keys * v.stride(0))
     step = MOST_ELEMENTS // 8  # kernels are chosen once for a request
     large = largest // step * step if largest >= MOST_ELEMENTS else 0
-    return KernelRequest(q.device.type, q.dtype, q.shape[2], v.shape[2], elements=large, **properties)
+    return KernelRequest(q.device.type, q.dtype, dim, v_dim, elements=large, **properties)
 
 
 class Options(NamedTuple):

@@ -15,7 +15,7 @@ Backward uses the backward function of each library with the merged out and log-
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -44,12 +44,12 @@ class Flash:
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Implements `contract`."""
-        library = self.library(replace(request, bands=False))  # all libraries support them
+        library = self.library(request._replace(bands=False))  # all libraries support them
         return library if isinstance(library, str) else None
 
     def chosen(self, request: KernelRequest) -> Library:
         """Returns the library that runs a request. Raises UserError if none supports it."""
-        library = self.library(replace(request, bands=False))
+        library = self.library(request._replace(bands=False))
         if isinstance(library, str):
             raise UserError(f"kernel flash {library}; use kernel=auto")
         return library
@@ -87,8 +87,9 @@ class Flash:
         return dq, dk, dv
 
     def _library_for(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> Library:
-        softcap, deterministic = bool(options.softcap), options.deterministic
-        return self.chosen(request_of(q, k, v, segments, softcap=softcap, deterministic=deterministic))
+        request = request_of(q, k, v, segments, softcap=bool(options.softcap), deterministic=options.deterministic)
+        library = self.library(request)
+        return library if isinstance(library, Library) else self.chosen(request)
 
     def _choose(self, request: KernelRequest) -> Library | str:
         if request.device != "cuda":

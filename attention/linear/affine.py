@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from longctx.attention.host_to_device import copy_to
+
 LANE = 16
 """Largest number of maps in a lane."""
 
@@ -63,7 +65,7 @@ class Lanes:
         mirror = [first + stop - 1 - i for first, stop in pairwise(starts) for i in range(first, stop)]
 
         def index(numbers: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(numbers, dtype=torch.int64, device=device)
+            return copy_to(torch.tensor(numbers, dtype=torch.int64), device)
 
         return cls(
             tuple(active),

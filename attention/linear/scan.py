@@ -95,11 +95,11 @@ class Scan:
         order = None
         if first and later:
             rows = row_index([segment.rows for segment in ordered], "cpu")
-            order = torch.argsort(rows).to(device)
+            order = copy_to(torch.argsort(rows), device)
         messages, states_held = state_messages(segments, device), carried_rows(segments)
         states = states_held | {item: len(states_held) + row for item, row in messages.received.items()}
         numbers = {(segment.document, segment.place): number for number, segment in enumerate(ordered)}
-        carried = torch.tensor([numbers[item] for item in states_held], dtype=torch.int64, device=device)
+        carried = copy_to(torch.tensor([numbers[item] for item in states_held], dtype=torch.int64), device)
         paths = (before(segments.chains[segment.document], segment.place) for segment in later)
         rows_before = (tuple(states[s.document, place] for place in path) for s, path in zip(later, paths, strict=True))
         return cls(Group.of(first, device), Group.of(later, device), order, carried, messages, tuple(rows_before))

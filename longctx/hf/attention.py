@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.grouped_product import leaves_gradients
+from longctx.attention.host_to_device import copy_to
 from longctx.attention.linear import Recurrence, not_compiled
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
@@ -228,7 +229,7 @@ def model_inputs(
 
 def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> torch.Tensor:
     """Returns [1, tokens]. Models cannot reshape empty inputs: a rank without tokens gets one padding token."""
-    return torch.nn.functional.pad(tensor, (0, int(not len(tensor))), value=filler).to(device).unsqueeze(0)
+    return copy_to(torch.nn.functional.pad(tensor, (0, int(not len(tensor))), value=filler), device).unsqueeze(0)
 
 
 def _rings(layout: Layout | CrossLayout, mask: Mask, options: Mapping[str, Any]) -> "Rings":

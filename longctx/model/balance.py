@@ -130,8 +130,8 @@ class _Watched(torch.autograd.Function):
             with torch.enable_grad():
                 logits = saved.detach().requires_grad_()
                 values = _losses(logits, rows, getattr(ctx, "shares", None), documents, watch)
-                factors = torch.tensor([watch.document_loss, watch.z_loss], dtype=values.dtype)
-                (added,) = torch.autograd.grad(values, logits, factors.to(values.device))
+                total = values[0] * watch.document_loss + values[1] * watch.z_loss
+                (added,) = torch.autograd.grad(total, logits)
             losses = values.detach().to(torch.float64)
         watch.add(ctx.counts, losses)
         return gradient, added, None, None, None, None

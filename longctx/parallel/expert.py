@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from longctx.attention.host_to_device import copy_to
 from longctx.model.experts import Experts, Send, SparseMLP, by_expert, in_turns, inverse, take
 from longctx.model.protocol import Model
 from longctx.parallel.all_to_all import exchange_rows
@@ -78,9 +79,9 @@ def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ())
     def send(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
         held, count = mlp.experts.count, chosen.shape[1]
         order, counts = by_expert(chosen.flatten(), ranks * held)
-        known = _of_all_ranks(counts, group)
+        known, most = _of_all_ranks(counts, group, others if mlp.most_rows is not None else ())
         rows = known.sum(2)
-        turns = 1 if mlp.most_rows is None else _most(-(-int(rows.sum(0).max()) // mlp.most_rows), others, x.device)
+        turns = 1 if mlp.most_rows is None else max(1, -(-most // mlp.most_rows))  # each gathers weights: the same on all ranks
         back = inverse(order)
         leaving = take(x, order // count, back).split(rows[mine].tolist())
 
@@ -103,19 +104,19 @@ def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ())
     return send
 
 
-def _most(turns: int, groups: Sequence[dist.ProcessGroup], device: torch.device) -> int:
-    """Returns the largest number of turns on any rank that the groups connect, at least 1: each turn gathers weights."""
-    most = torch.tensor(max(1, turns), device=device)
-    for group in groups:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return int(most)
-
-
-def _of_all_ranks(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the `counts` [experts] of all ranks, int64 [from, to, experts of that rank], on the host."""
+def _of_all_ranks(
+    counts: torch.Tensor, group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup]
+) -> tuple[torch.Tensor, int]:
+    """Returns the `counts` [experts] of all ranks, int64 [from, to, experts of that rank], and the largest number of rows that
+    arrive at any rank which the groups connect. Both come to the host in one copy, for which it waits.
+    """
     everyones = counts.new_empty(group.size(), group.size(), len(counts) // group.size())
     dist.all_gather(list(everyones.flatten(1).unbind()), counts, group=group)
-    return everyones.cpu()
+    most = everyones.sum((0, 2)).max()
+    for other in others:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=other)
+    numbers = torch.cat([everyones.flatten(), most.view(1)]).cpu()
+    return numbers[:-1].view(everyones.shape), int(numbers[-1])
 
 
 def _between(counts: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -128,4 +129,4 @@ def _between(counts: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> t
 def _experts(counts: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
     """Returns the expert of every row that arrived, by rank and expert: `counts` [ranks, experts] of them."""
     experts = torch.arange(counts.shape[1], device=device).repeat(len(counts))
-    return experts.repeat_interleave(counts.flatten().to(device), output_size=rows)
+    return experts.repeat_interleave(copy_to(counts.flatten(), device), output_size=rows)

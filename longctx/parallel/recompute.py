@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from longctx.attention import OPERATORS
+from longctx.attention import OPERATORS, keeping
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.offload import Offload
@@ -68,12 +68,14 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
 
 
 def _recomputed(forward: Callable[..., torch.Tensor], mode: str, expert_biases: bool = False) -> Callable[..., torch.Tensor]:
-    contexts: dict[str, Any] = {} if mode == "full" else {"context_fn": partial(_contexts, mode, expert_biases)}
+    compiled: dict[str, Any] = {} if mode == "full" else {"context_fn": partial(_contexts, mode, expert_biases)}
+    eager = {"context_fn": keeping.contexts} if mode == "selective" else compiled
 
     def recomputed(
         *arguments: Any, **named: Any
     ) -> torch.Tensor:  # a function, as torch.compile skips the frame of a partial of `checkpoint`
-        out: torch.Tensor = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **contexts, **named)
+        how = {"use_reentrant": False, "preserve_rng_state": False, **(compiled if torch.compiler.is_compiling() else eager)}
+        out: torch.Tensor = checkpoint(forward, *arguments, **how, **named)
         return out
 
     return recomputed

@@ -156,7 +156,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
+        # In place, as that of the weight may be gigabytes; torch then refuses a second backward.
+        gradients = (None if saved is None else saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors)
         return (*gradients, *[None] * 7)
 
 
