@@ -33,11 +33,23 @@ from longctx.trainers.images import reading_images
 from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import TrainerError, balances, needs_sequences, noisy, predicts_masked, prepared_part, refuse
+from longctx.trainers.refusals import (
+    TrainerError,
+    balances,
+    has_loss_of_head,
+    is_encoder,
+    needs_outputs,
+    needs_sequences,
+    noisy,
+    prepared_part,
+    refuse,
+)
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
+from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
 from longctx.trainers.whole_steps import NEEDED, REPLACED, WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
+from longctx.units import format_bytes
 
 
 def dynamic_context_parallel(
@@ -79,23 +91,29 @@ def dynamic_context_parallel(
     spec = _spec_of(trainer)
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
-        chunked = ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
+        whole = needs_outputs(trainer, own_loss_is_a_token_sum)
+        chunked = None if whole else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
         described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
         notes = list(_check_documents(trainer, most * args.world_size))
         way = described.profile, most, mode, degree, kernel, args.device
         sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts)
         models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
-        sharing.predicts_masked = predicts_masked(models[0])
+        if whole:
+            notes.append(_note_of_outputs(models[0]))
+            models = [models[0].base_model]
+        sharing.predicts_masked = is_encoder(models[0])
         for model in models:
-            with without_router_loss(model):
+            with without_router_loss(model), without_pooler(model):
                 undo.enter_context(prepared(model))
         if noisy(trainer):
             sharing.noise = Noise(trainer)
             undo.enter_context(sharing.noise.used_by(models[0]))
+        merged = _recorder(trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
         if needs_sequences(trainer):
             for model in models:
-                head = PlannedHead(sharing, _recorder(trainer) if merge_prefixes else None)
-                undo.enter_context(replaced_method(model, "forward", head))
+                undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
+        elif whole:
+            undo.enter_context(_whole_outputs(trainer, PlannedBase(sharing, None if sharing.predicts_masked else merged)))
         else:
             undo.enter_context(_whole_steps(trainer))
             if chunked is not None:
@@ -152,6 +170,28 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
         vars(trainer).pop("_next", None)
 
 
+def _note_of_outputs(model: Any) -> str:
+    """Returns a line on a model whose loss needs outputs of whole rows. Raises TrainerError."""
+    check_head(model)
+    head = model.get_output_embeddings()
+    size = "" if head is None else f", and logits take {format_bytes(4096 * len(head.weight))} per 1,024 tokens of its rows"
+    return f"note: the loss gets outputs of whole rows: calls of the model are planned, not steps{size}"
+
+
+@contextlib.contextmanager
+def _whole_outputs(trainer: Any, outputs: PlannedBase) -> Iterator[None]:
+    kind, model = type(trainer), prepared_part(trainer, trainer.model)
+    outputs.means = has_loss_of_head(trainer) and not trainer.args.label_smoothing_factor
+    if type(model).__name__.endswith("ForSequenceClassification") and not is_encoder(model.base_model):
+        outputs.padding = model.config.get_text_config().pad_token_id
+    trainer.__class__ = type(kind.__name__, (WholeOutputs, kind), {"__module__": kind.__module__, "outputs": outputs})
+    try:
+        with replaced_method(model.base_model, "forward", outputs):
+            yield
+    finally:
+        trainer.__class__ = kind
+
+
 def _recorder(trainer: Any) -> Callable[[float], None]:
     """Returns a function that adds a number to the metrics that TRL averages and logs."""
 
@@ -169,7 +209,9 @@ def _spec_of(trainer: Any) -> ModelSpec:
             blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
     else:
         blocks = model.get_submodule(block_name(model))
-        spec = with_tower(spec_of(model, blocks, causal=not predicts_masked(model)), model)
+        spec = with_tower(spec_of(model, blocks, causal=not is_encoder(model.base_model)), model)
+        if model.get_output_embeddings() is None:  # as if it had one token, which a head multiplies
+            spec = replace(spec, vocab_size=1, encoder_root_parameters=spec.vocabulary_parameters)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         return with_adapters(spec, blocks, model)
     if is_vision(model):
