@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -360,6 +361,45 @@ def groups_made(folder: Path) -> list[int]:
     attached = count()
     restore(ours)
     return [attached - before, count() - before]
+
+
+def errors_printed(folder: Path, compiled: list[bool], count: int) -> str:
+    """Returns what this rank prints of the error that it raises, if it is told to compile, or has so many documents."""
+    import contextlib
+    import io
+    import sys
+
+    from transformers import Trainer, TrainingArguments
+
+    as_rank()
+    args = TrainingArguments(**arguments(folder, 2, 1, eval_strategy="no"), torch_compile=compiled[dist.get_rank()])
+    ours, before = Trainer(model(), args, pad, documents()), sys.excepthook
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            dynamic_context_parallel(ours, tokens_per_rank=count, profile=PROFILE)
+            ours.train()
+        except TrainerError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            sys.excepthook = before
+            restore(ours)
+    return "".join(line for line in printed.getvalue().splitlines() if "error" in line.lower())
+
+
+@pytest.mark.parametrize(
+    ("compiled", "tokens", "expected"),
+    [
+        ([True, True], 64, [r"error: .*torch_compile is True", "$"]),
+        ([False, True], 64, ["$", r"error: .*torch_compile is True"]),
+        ([False, False], 30, [r"error: .*shorten the documents", "$"]),
+    ],
+    ids=["both", "one", "in training"],
+)
+def test_one_rank_prints_an_error_and_all_end(
+    workers: Workers, tmp_path: Path, compiled: list[bool], tokens: int, expected: list[str]
+) -> None:
+    printed = workers.run(errors_printed, 2, tmp_path, compiled, tokens)
+    assert all(re.match(pattern, text) for pattern, text in zip(expected, printed, strict=True)), printed
 
 
 def test_process_groups_end_when_a_trainer_is_restored(workers: Workers, tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ class PlannedHead(PlannedCall):
             return torch.stack([getattr(output, name)[0].float() for name in names], -1)
 
         values = self.values_of([document for (document,) in rows], mask, head)[:, :-1]  # a token's label is the next one
-        result: dict[str, Any] = dict(zip(names, values.unbind(-1), strict=True))
+        # Calls ask for different fields: sums of a field must not depend on the others in memory, by rounding.
+        result: dict[str, Any] = dict(zip(names, values.movedim(-1, 0).contiguous(), strict=True))
         if "is_top1" in result:
             result["is_top1"] = result["is_top1"].bool()
         return FusedCausalLMOutput(label_mask=(labels[:, 1:] != -100) & mask[:, 1:].bool(), **result)
