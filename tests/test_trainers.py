@@ -433,16 +433,21 @@ def test_calls_without_a_layout_copies_and_pickles_are_plain(tmp_path: Path, kin
             assert torch.equal(each.generate(ids, max_new_tokens=3), plain.generate(ids, max_new_tokens=3))
 
 
-def test_copies_of_a_model_with_the_head_of_trl(tmp_path: Path) -> None:
+def test_copies_of_a_model_with_the_head_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values of a call travel in one exchange."""
     from trl.trainer.utils import add_fused_lm_head
 
     ids, ours, plain = torch.tensor([[3, 4, 5, 9], [7, 7, 1, 2]]), model(), model()
-    add_fused_lm_head(ours)
-    add_fused_lm_head(plain)
+    for each in (ours, plain):
+        add_fused_lm_head(each, outputs=("log_probs", "entropy"))
     head = PlannedHead(Sharing(PROFILE, 200, "auto", None, "auto", torch.device("cpu")))
+    exchanged, exchange = list[int](), Sharing.rows_of_batch
+    monkeypatch.setattr(Sharing, "rows_of_batch", lambda *given: exchanged.append(1) or exchange(*given))
     with prepared(ours), replaced_method(ours, "forward", head):
         copied, named = copy.deepcopy(ours), {"input_ids": ids, "labels": ids, "fused_lm_head": True}
-        first = ours(**named).log_probs
+        first = (output := ours(**named)).log_probs
+        assert len(exchanged) == 1 and first.is_contiguous(), "fields of other calls must not change how it is summed"
+        torch.testing.assert_close(output.entropy, plain(**named).entropy)
         torch.testing.assert_close(first, plain(**named).log_probs)
         for each in (copied, plain):
             torch.nn.init.ones_(next(each.parameters()))
@@ -625,7 +630,7 @@ def test_a_version_without_a_method_that_is_replaced_is_named(tmp_path: Path, mo
 
     ours = trainer(tmp_path)
     monkeypatch.delattr(Trainer, "get_batch_samples")
-    with pytest.raises(TrainerError, match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.23 or 5.24"):
+    with pytest.raises(TrainerError, match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.20 to 5.24"):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 

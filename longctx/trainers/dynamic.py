@@ -85,7 +85,7 @@ def dynamic_context_parallel(
         raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
     if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
         raise TrainerError(
-            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.23 or 5.24"
+            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
         )
     args, whole = trainer.args, needs_outputs(trainer, own_loss_is_a_token_sum)
     with on_all_ranks(args.world_size):
