@@ -1,7 +1,7 @@
 """CPU seconds of an epoch in TRL's SFTTrainer: dynamic context parallelism beside `batch_rebalance` of transformers.
 
-    torchrun --nproc-per-node 2 bench/trainer_rebalance.py                                            # 2 and 4 processes:
-    torchrun --nproc-per-node 4 bench/trainer_rebalance.py --out bench/results/trainer_rebalance_4.csv  # some 15 minutes
+    torchrun --nproc-per-node 2 bench/trainer_rebalance.py --rounds 2          # about 10 minutes on two cores
+    torchrun --nproc-per-node 4 bench/trainer_rebalance.py --rounds 2 --out bench/results/trainer_rebalance_4.csv
 
 Data, model and measure are those of bench/trainers.py. `batch_rebalance` chooses which documents of a step a rank gets, and how
 many a batch, by their padded length; it splits none. Writes results/trainer_rebalance.csv.
