@@ -2,9 +2,9 @@
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +363,45 @@ def groups_made(folder: Path) -> list[int]:
     return [attached - before, count() - before]
 
 
+def errors_printed(folder: Path, compiled: list[bool], count: int) -> str:
+    """Returns what this rank prints of the error that it raises, if it is told to compile, or has so many documents."""
+    import contextlib
+    import io
+    import sys
+
+    from transformers import Trainer, TrainingArguments
+
+    as_rank()
+    args = TrainingArguments(**arguments(folder, 2, 1, eval_strategy="no"), torch_compile=compiled[dist.get_rank()])
+    ours, before = Trainer(model(), args, pad, documents()), sys.excepthook
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            dynamic_context_parallel(ours, tokens_per_rank=count, profile=PROFILE)
+            ours.train()
+        except TrainerError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            sys.excepthook = before
+            restore(ours)
+    return "".join(line for line in printed.getvalue().splitlines() if "error" in line.lower())
+
+
+@pytest.mark.parametrize(
+    ("compiled", "tokens", "expected"),
+    [
+        ([True, True], 64, [r"error: .*torch_compile is True", "$"]),
+        ([False, True], 64, ["$", r"error: .*torch_compile is True"]),
+        ([False, False], 30, [r"error: .*shorten the documents", "$"]),
+    ],
+    ids=["both", "one", "in training"],
+)
+def test_one_rank_prints_an_error_and_all_end(
+    workers: Workers, tmp_path: Path, compiled: list[bool], tokens: int, expected: list[str]
+) -> None:
+    printed = workers.run(errors_printed, 2, tmp_path, compiled, tokens)
+    assert all(re.match(pattern, text) for pattern, text in zip(expected, printed, strict=True)), printed
+
+
 def test_process_groups_end_when_a_trainer_is_restored(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(groups_made, 2, tmp_path) == [[2, 0]] * 2
 
@@ -394,16 +433,21 @@ def test_calls_without_a_layout_copies_and_pickles_are_plain(tmp_path: Path, kin
             assert torch.equal(each.generate(ids, max_new_tokens=3), plain.generate(ids, max_new_tokens=3))
 
 
-def test_copies_of_a_model_with_the_head_of_trl(tmp_path: Path) -> None:
+def test_copies_of_a_model_with_the_head_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values of a call travel in one exchange."""
     from trl.trainer.utils import add_fused_lm_head
 
     ids, ours, plain = torch.tensor([[3, 4, 5, 9], [7, 7, 1, 2]]), model(), model()
-    add_fused_lm_head(ours)
-    add_fused_lm_head(plain)
+    for each in (ours, plain):
+        add_fused_lm_head(each, outputs=("log_probs", "entropy"))
     head = PlannedHead(Sharing(PROFILE, 200, "auto", None, "auto", torch.device("cpu")))
+    exchanged, exchange = list[int](), Sharing.rows_of_batch
+    monkeypatch.setattr(Sharing, "rows_of_batch", lambda *given: exchanged.append(1) or exchange(*given))
     with prepared(ours), replaced_method(ours, "forward", head):
         copied, named = copy.deepcopy(ours), {"input_ids": ids, "labels": ids, "fused_lm_head": True}
-        first = ours(**named).log_probs
+        first = (output := ours(**named)).log_probs
+        assert len(exchanged) == 1 and first.is_contiguous(), "fields of other calls must not change how it is summed"
+        torch.testing.assert_close(output.entropy, plain(**named).entropy)
         torch.testing.assert_close(first, plain(**named).log_probs)
         for each in (copied, plain):
             torch.nn.init.ones_(next(each.parameters()))
@@ -445,23 +489,10 @@ def with_attention_dropout() -> Any:
     return made
 
 
-def with_head(name: str) -> Any:
-    import transformers
-
-    return getattr(transformers, name)(model("bert" if "Bert" in name else "qwen2").config)
-
-
-HEADS = ("BertForSequenceClassification", "BertForTokenClassification", "Qwen2ForSequenceClassification")
-
-
 @pytest.mark.parametrize(
     ("of", "options", "message"),
     [
         (with_attention_dropout, {}, r"attention_dropout is 0.1 in the model's config, which no kernel.*set it to 0"),
-        *(
-            (partial(with_head, name), {}, f"{name} has a head that is not for the next token.*encoder_heads.py")
-            for name in HEADS
-        ),
         (model, {"accelerator_config": {"even_batches": False}}, "even_batches is False.*set it to True"),
         (model, {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True.*omit it"),
         (model, {"torch_compile": True}, "torch_compile is True"),
@@ -498,7 +529,10 @@ def as_trl(name: str) -> Callable[[Any], None]:
         (lambda ours: setattr(ours, "get_tp_size", lambda: 8), "tp_size is 8: leave it at 1"),
         (lambda ours: setattr(ours, "model_init", model), "model_init builds another model.*pass model=model_init"),
         (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "takes no num_items_in_batch"),
-        (as_trl("RewardTrainer"), "RewardTrainer is not supported: use transformers.Trainer, SFTTrainer, DPOTrainer"),
+        (
+            as_trl("DistillationTrainer"),
+            "DistillationTrainer is not supported: use transformers.Trainer, SFTTrainer",
+        ),
         (
             lambda ours: (as_trl("SFTTrainer")(ours), setattr(ours.args, "label_smoothing_factor", 0.1)),
             "label_smoothing_factor is 0.1, which is not supported: omit it",
@@ -532,7 +566,7 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         dynamic_context_parallel(trainer(tmp_path, of=tuned), tokens_per_rank=200, profile=PROFILE)
 
 
-def test_refusals_of_trainers(tmp_path: Path) -> None:
+def test_losses_of_subclasses_that_are_sums_over_tokens(tmp_path: Path) -> None:
     from transformers import Trainer
 
     class Own(Trainer):
@@ -540,13 +574,16 @@ def test_refusals_of_trainers(tmp_path: Path) -> None:
             return super().compute_loss(*given, **named)
 
     own = trainer(tmp_path, kind=Own)
-    with pytest.raises(TrainerError, match=r"Own.compute_loss may not be a sum over tokens.*own_loss_is_a_token_sum=True"):
-        dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE)
-    dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
+    dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE)
+    assert hasattr(own, "outputs"), "whole rows suit any loss"
     restore(own)
+    dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
+    assert not hasattr(own, "outputs")
+    restore(own)
+    as_trl("SFTTrainer")(own)
     own.compute_loss_func = lambda *given, **named: 0
-    with pytest.raises(TrainerError, match="compute_loss_func sees only this rank's tokens"):
-        dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE, own_loss_is_a_token_sum=True)
+    with pytest.raises(TrainerError, match=r"compute_loss_func sees only this rank's tokens: omit it, or use transformers.Tra"):
+        dynamic_context_parallel(own, tokens_per_rank=200, profile=PROFILE)
     with pytest.raises(UserError, match="mode is 'dynamic': must be one of"):
         dynamic_context_parallel(trainer(tmp_path), tokens_per_rank=200, mode="dynamic")
 
@@ -554,7 +591,6 @@ def test_refusals_of_trainers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("training_step", r"Own.training_step may not be a sum over tokens.*own_loss_is_a_token_sum=True"),
         *(
             (name, f"Own.{name} would not be called for the batches of the data collator: edit them there")
             for name in ("prediction_step", "get_batch_samples", "_prepare_inputs", "_get_num_items_in_batch", "_rows")
@@ -594,7 +630,7 @@ def test_a_version_without_a_method_that_is_replaced_is_named(tmp_path: Path, mo
 
     ours = trainer(tmp_path)
     monkeypatch.delattr(Trainer, "get_batch_samples")
-    with pytest.raises(TrainerError, match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.23 or 5.24"):
+    with pytest.raises(TrainerError, match=r"has no Trainer.get_batch_samples, which longctx replaces: install 5.20 to 5.24"):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 

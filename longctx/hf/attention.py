@@ -63,12 +63,12 @@ class PackedTokens(Protocol):
     def positions(self) -> torch.Tensor: ...
 
 
-def prepare(model: Any, *, causal: bool = True) -> None:
+def prepare(model: Any, *, causal: bool = True, head: bool = True) -> None:
     """Replaces the attention of a causal language model of transformers with ring attention, and checks that this is exact.
 
     The model may also be an encoder-decoder such as T5Gemma, whose micro-batches come from `pack_seq2seq`. With `causal` False
     it must be an encoder, with or without a head for masked tokens. Its own loss is not used: compute yours from its logits, or
-    from its hidden states.
+    from its hidden states. With `head` False a causal model, too, may be one that returns hidden states.
 
     Call it after loading the weights, before or after sharding, before wrappers such as DDP, and on every rank, because the
     model runs on a few tokens. Raises HuggingFaceError, and leaves the model unchanged, if documents would see each other, if
@@ -79,7 +79,7 @@ def prepare(model: Any, *, causal: bool = True) -> None:
         if is_seq2seq(model):
             check_seq2seq(model)
         else:
-            check_model(model, first_position(model), causal=causal)
+            check_model(model, first_position(model), causal=causal, head=head)
     except HuggingFaceError:
         model.set_attn_implementation(before)
         restore_linear(model)

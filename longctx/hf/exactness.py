@@ -125,16 +125,17 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [rope for rope in ropes if isinstance(rope, dict)] + inside
 
 
-def check_model(model: Any, first_position: int = 0, *, causal: bool = True) -> None:
+def check_model(model: Any, first_position: int = 0, *, causal: bool = True, head: bool = True) -> None:
     """Raises HuggingFaceError unless only attention mixes tokens and the loss is the sum over the given labels.
 
-    Positions count from `first_position`. The loss of an encoder, if not `causal`, is not checked, as it is not used. Runs the
-    model five times on 16 tokens without gradients; on every rank if the model is sharded.
+    Positions count from `first_position`. The loss of an encoder, if not `causal`, is not checked, as it is not used; a model
+    without `head` has none. Runs the model five times on 16 tokens without gradients; on every rank if the model is sharded.
     """
     probe = Probe(model, model, next(model.get_input_embeddings().parameters()).dtype, causal, first_position)
+    probe.head = head
     with torch.no_grad(), evaluating(model):
         logits = check_rows(probe)
-        if causal:
+        if causal and head:
             check_loss(probe, logits)
 
 
@@ -214,7 +215,7 @@ def run_checked(call: Callable[..., Any], name: str, **arguments: Any) -> Any:
 class Probe:
     """Runs a model on tokens that each attend only to themselves, by calling `forward`, which computes in `dtype`."""
 
-    wanted = "a causal language model"
+    wanted, head = "a causal language model", True
 
     def __init__(
         self, model: Any, forward: Callable[..., Any], dtype: torch.dtype, causal: bool = True, first_position: int = 0
@@ -280,7 +281,7 @@ class Probe:
                 "documents cannot be sent to other ranks: this model is not supported"
             )
         logits = getattr(output, "logits", None)
-        if not self.causal:
+        if not (self.causal and self.head):
             if getattr(output, "pooler_output", None) is not None:
                 raise HuggingFaceError(
                     f"{self.name} pools the first row only, not the first token of every document: load it with "

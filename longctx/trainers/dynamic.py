@@ -25,6 +25,7 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
+from longctx.trainers.agreement import on_all_ranks
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
@@ -33,11 +34,23 @@ from longctx.trainers.images import reading_images
 from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import TrainerError, balances, needs_sequences, noisy, predicts_masked, prepared_part, refuse
+from longctx.trainers.refusals import (
+    TrainerError,
+    balances,
+    has_loss_of_head,
+    is_encoder,
+    needs_outputs,
+    needs_sequences,
+    noisy,
+    prepared_part,
+    refuse,
+)
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
+from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
 from longctx.trainers.whole_steps import NEEDED, REPLACED, WholeSteps
 from longctx.training.run_profile import RunProfile, model_profile
+from longctx.units import format_bytes
 
 
 def dynamic_context_parallel(
@@ -54,7 +67,7 @@ def dynamic_context_parallel(
     """Makes a trainer plan its work and split documents over all ranks. Call it on every rank, before `train`.
 
     Of `transformers.Trainer`, TRL's SFTTrainer and their subclasses, whole optimizer steps are planned; of TRL's DPOTrainer,
-    GRPOTrainer, RLOOTrainer and KTOTrainer, every call of the model.
+    GRPOTrainer, RLOOTrainer, KTOTrainer and RewardTrainer, heads for classification and own losses, every call of the model.
 
     Args:
         trainer: the trainer, with a causal language model, an encoder-decoder, or an encoder with a head for masked tokens.
@@ -63,7 +76,8 @@ def dynamic_context_parallel(
         mode, degree: see `make_plan`.
         kernel: kernel of attention; see `ring_attention`.
         merge_prefixes: of TRL's trainers of sequences, rows of a rank that begin alike are computed once; the loss is the same.
-        own_loss_is_a_token_sum: `compute_loss` and `training_step` of a subclass are sums over tokens by `num_items_in_batch`.
+        own_loss_is_a_token_sum: `compute_loss` and `training_step` of a subclass are sums over tokens by `num_items_in_batch`,
+            of which whole steps are planned.
 
     Raises TrainerError, and leaves the trainer as it was, for what cannot be exact, with every reason and way out.
     """
@@ -71,51 +85,64 @@ def dynamic_context_parallel(
         raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
     if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
         raise TrainerError(
-            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.23 or 5.24"
+            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
         )
-    refuse(trainer, own_loss_is_a_token_sum, REPLACED)
-    args = trainer.args
-    check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
-    spec = _spec_of(trainer)
+    args, whole = trainer.args, needs_outputs(trainer, own_loss_is_a_token_sum)
+    with on_all_ranks(args.world_size):
+        refuse(trainer, own_loss_is_a_token_sum, REPLACED)
+        check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
+        spec = _spec_of(trainer)
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
-        chunked = ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
-        described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
-        notes = list(_check_documents(trainer, most * args.world_size))
-        way = described.profile, most, mode, degree, kernel, args.device
-        sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts)
-        models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
-        sharing.predicts_masked = predicts_masked(models[0])
-        for model in models:
-            with without_router_loss(model):
-                undo.enter_context(prepared(model))
-        if noisy(trainer):
-            sharing.noise = Noise(trainer)
-            undo.enter_context(sharing.noise.used_by(models[0]))
-        if needs_sequences(trainer):
-            for model in models:
-                head = PlannedHead(sharing, _recorder(trainer) if merge_prefixes else None)
-                undo.enter_context(replaced_method(model, "forward", head))
-        else:
-            undo.enter_context(_whole_steps(trainer))
-            if chunked is not None:
-                sharing.chunked_loss = chunked
-                undo.enter_context(replaced_method(models[0], "forward", chunked))
-            if balances(trainer):
-                sharing.router_loss = RouterLoss(trainer, models[0], sharing.group)
-                undo.enter_context(replaced_method(models[0], "forward", sharing.router_loss))
-            if models[0].config.is_encoder_decoder:
-                sharing.seq2seq = models[0]
-                if trainer.is_fsdp_enabled:
-                    undo.enter_context(sharded_with_head(models[0]))
-            if is_vision(models[0]):
-                sharing.vision = models[0]
-                undo.enter_context(replaced_method(models[0], "forward", reading_images))
+        with on_all_ranks(args.world_size):
+            chunked = None if whole else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
+            described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
+            notes = list(_check_documents(trainer, most * args.world_size))
+            way = described.profile, most, mode, degree, kernel, args.device
+            sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
+            if whole:
+                notes.append(_note_of_outputs(prepared_part(trainer, trainer.model)))
+            _replace_parts(trainer, sharing, whole, merge_prefixes)
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
         ranks = "1 rank" if args.world_size == 1 else f"up to {args.world_size} ranks"
         print(*described.lines, f"a document is split over {ranks}, of {most:,} tokens each", *notes, sep="\n")
+
+
+def _replace_parts(trainer: Any, sharing: Sharing, whole: bool, merge_prefixes: bool) -> None:
+    """Replaces methods of the trainer and of its models, until `sharing.undo` is closed."""
+    undo = sharing.undo
+    models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
+    models = [models[0].base_model] if whole else models
+    sharing.predicts_masked = is_encoder(models[0])
+    for model in models:
+        with without_router_loss(model), without_pooler(model):
+            undo.enter_context(prepared(model))
+    if noisy(trainer):
+        sharing.noise = Noise(trainer)
+        undo.enter_context(sharing.noise.used_by(models[0]))
+    merged = _recorder(trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
+    if needs_sequences(trainer):
+        for model in models:
+            undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
+        return
+    if whole:
+        undo.enter_context(_whole_outputs(trainer, PlannedBase(sharing, None if sharing.predicts_masked else merged)))
+        return
+    undo.enter_context(_whole_steps(trainer))
+    if sharing.chunked_loss is not None:
+        undo.enter_context(replaced_method(models[0], "forward", sharing.chunked_loss))
+    if balances(trainer):
+        sharing.router_loss = RouterLoss(trainer, models[0], sharing.group)
+        undo.enter_context(replaced_method(models[0], "forward", sharing.router_loss))
+    if models[0].config.is_encoder_decoder:
+        sharing.seq2seq = models[0]
+        if trainer.is_fsdp_enabled:
+            undo.enter_context(sharded_with_head(models[0]))
+    if is_vision(models[0]):
+        sharing.vision = models[0]
+        undo.enter_context(replaced_method(models[0], "forward", reading_images))
 
 
 def restore(trainer: Any) -> None:
@@ -152,6 +179,28 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
         vars(trainer).pop("_next", None)
 
 
+def _note_of_outputs(model: Any) -> str:
+    """Returns a line on a model whose loss needs outputs of whole rows. Raises TrainerError."""
+    check_head(model)
+    head = model.get_output_embeddings()
+    size = "" if head is None else f", and logits take {format_bytes(4096 * len(head.weight))} per 1,024 tokens of its rows"
+    return f"note: the loss gets outputs of whole rows: calls of the model are planned, not steps{size}"
+
+
+@contextlib.contextmanager
+def _whole_outputs(trainer: Any, outputs: PlannedBase) -> Iterator[None]:
+    kind, model = type(trainer), prepared_part(trainer, trainer.model)
+    outputs.means = has_loss_of_head(trainer) and not trainer.args.label_smoothing_factor
+    if type(model).__name__.endswith("ForSequenceClassification") and not is_encoder(model.base_model):
+        outputs.padding = model.config.get_text_config().pad_token_id
+    trainer.__class__ = type(kind.__name__, (WholeOutputs, kind), {"__module__": kind.__module__, "outputs": outputs})
+    try:
+        with replaced_method(model.base_model, "forward", outputs):
+            yield
+    finally:
+        trainer.__class__ = kind
+
+
 def _recorder(trainer: Any) -> Callable[[float], None]:
     """Returns a function that adds a number to the metrics that TRL averages and logs."""
 
@@ -169,7 +218,9 @@ def _spec_of(trainer: Any) -> ModelSpec:
             blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
     else:
         blocks = model.get_submodule(block_name(model))
-        spec = with_tower(spec_of(model, blocks, causal=not predicts_masked(model)), model)
+        spec = with_tower(spec_of(model, blocks, causal=not is_encoder(model.base_model)), model)
+        if model.get_output_embeddings() is None:  # as if it had one token, which a head multiplies
+            spec = replace(spec, vocab_size=1, encoder_root_parameters=spec.vocabulary_parameters)
     if getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", None):
         return with_adapters(spec, blocks, model)
     if is_vision(model):

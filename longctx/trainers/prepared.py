@@ -14,7 +14,7 @@ from longctx.hf.attention import prepare
 from longctx.hf.exactness import HuggingFaceError
 from longctx.hf.latents import send_keys, send_latents
 from longctx.hf.linear import replace_linear, restore_linear
-from longctx.trainers.refusals import TrainerError, predicts_masked
+from longctx.trainers.refusals import TrainerError, is_encoder
 
 BEFORE = "_attention_before"
 
@@ -24,7 +24,7 @@ def prepared(model: Any) -> Iterator[None]:
     """Prepares a model; without a layout it keeps its own attention. Raises TrainerError."""
     before = attention_of(model)
     try:
-        prepare(model, causal=not predicts_masked(model))
+        prepare(model, causal=not is_encoder(model), head=model.base_model is not model)
     except HuggingFaceError as error:
         raise TrainerError(str(error)) from error
 

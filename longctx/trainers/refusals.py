@@ -13,10 +13,14 @@ OF_TOKENS = ("SFTTrainer",)
 """Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""
 OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "ForPreTraining", "ForNextSentencePrediction")
 """Ends of the names of models whose loss is not one of the next token, or of masked ones."""
+OF_ROWS = ("RewardTrainer",)
+"""Trainers of TRL whose loss needs outputs of whole rows."""
 OF_SEQUENCES = ("DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer")
 """Trainers of TRL whose loss needs whole sequences."""
 LOSS, CALLED = ("compute_loss", "training_step"), ("train", "evaluation_loop", "log")
 """Methods of a subclass that are called for every micro-batch, and those that are called as before."""
+WRAPPED = ("training_step", "prediction_step")
+"""Methods that call a model whose outputs the loss needs whole."""
 
 
 class TrainerError(UserError):
@@ -28,8 +32,10 @@ def refuse(trainer: Any, own_loss_is_a_token_sum: bool, replaced: Sequence[str])
 
     `replaced` are the names in a trainer of whole steps that are replaced, or of no use.
     """
-    methods = _method_problems(trainer, own_loss_is_a_token_sum, LOSS[:1] if needs_sequences(trainer) else replaced)
-    problems = [*_trainer_problems(trainer), *methods, *_argument_problems(trainer), *_model_problems(trainer)]
+    whole = needs_outputs(trainer, own_loss_is_a_token_sum)
+    names = LOSS[:1] if needs_sequences(trainer) else [name for name in WRAPPED if name in vars(trainer)] if whole else replaced
+    methods = _method_problems(trainer, own_loss_is_a_token_sum, names)
+    problems = [*_trainer_problems(trainer, whole), *methods, *_argument_problems(trainer), *_model_problems(trainer, whole)]
     if problems:
         raise TrainerError(f"dynamic context parallelism is not possible: {'; '.join(problems)}")
 
@@ -45,6 +51,12 @@ def predicts_masked(model: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def is_encoder(model: Any) -> bool:
+    """Returns whether a model, or a base model, is an encoder, whose tokens see later ones."""
+    directions = {getattr(module, "is_causal", None) for module in model.modules()} - {None}
+    return predicts_masked(model) or (model.base_model is model and directions == {False})
 
 
 def noisy(trainer: Any) -> bool:
@@ -65,6 +77,30 @@ def needs_sequences(trainer: Any) -> bool:
     return trainer_of_trl(trainer) in OF_SEQUENCES
 
 
+def needs_outputs(trainer: Any, own_loss_is_a_token_sum: bool) -> bool:
+    """Returns whether a trainer's loss needs outputs of whole rows."""
+    if trainer_of_trl(trainer):
+        return trainer_of_trl(trainer) in OF_ROWS
+    model = prepared_part(trainer, trainer.model)
+    if model.config.is_encoder_decoder or is_vision(model):
+        return False
+    own = not own_loss_is_a_token_sum and any(_is_own(trainer, name) for name in LOSS)
+    other = type(model).__name__.endswith(OTHER_HEADS) or model.base_model is model
+    return own or other or trainer.compute_loss_func is not None
+
+
+def has_loss_of_head(trainer: Any) -> bool:
+    """Returns whether a loss is the mean that a head of transformers takes over the labels of a batch."""
+    head = type(prepared_part(trainer, trainer.model)).__name__
+    own = _is_own(trainer, "compute_loss") or trainer.compute_loss_func is not None or trainer_of_trl(trainer)
+    return head.endswith(OTHER_HEADS) and not own
+
+
+def _is_own(trainer: Any, name: str) -> bool:
+    method = getattr(trainer, name, None)
+    return method is not None and getattr(method, "__module__", "").split(".")[0] not in ("transformers", "trl")
+
+
 def trainer_of_trl(trainer: Any) -> str | None:
     """Returns the name of the trainer of TRL that a trainer is or extends; None for others."""
     of_trl = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
@@ -74,8 +110,7 @@ def trainer_of_trl(trainer: Any) -> str | None:
 def _method_problems(trainer: Any, own_loss_is_a_token_sum: bool, names: Sequence[str]) -> Iterator[str]:
     """Yields what is wrong with methods that are not those of transformers or TRL."""
     for name in names:
-        method = getattr(trainer, name, None)
-        if method is None or getattr(method, "__module__", "").split(".")[0] in ("transformers", "trl"):
+        if not _is_own(trainer, name):
             continue
         if name in vars(trainer):
             yield f"{name} is set on the trainer itself, which would hide that of longctx: define it in a subclass"
@@ -91,20 +126,21 @@ def _method_problems(trainer: Any, own_loss_is_a_token_sum: bool, names: Sequenc
             yield f"{own} would not be called for the batches of the data collator: {way}"
 
 
-def _trainer_problems(trainer: Any) -> Iterator[str]:
-    if (name := trainer_of_trl(trainer)) not in (None, *OF_TOKENS, *OF_SEQUENCES):
-        yield f"{name} is not supported: use transformers.Trainer, {', '.join(OF_TOKENS + OF_SEQUENCES)} or a subclass of those"
+def _trainer_problems(trainer: Any, whole: bool) -> Iterator[str]:
+    supported = OF_TOKENS + OF_SEQUENCES + OF_ROWS
+    if (name := trainer_of_trl(trainer)) not in (None, *supported):
+        yield f"{name} is not supported: use transformers.Trainer, {', '.join(supported)} or a subclass of those"
     if trainer.model_init is not None:
         yield "model_init builds another model when training begins: pass model=model_init() instead"
-    if trainer.compute_loss_func is not None:
-        yield "compute_loss_func sees only this rank's tokens: omit it"
     model = prepared_part(trainer, trainer.model)
+    if trainer.compute_loss_func is not None and not whole:
+        yield "compute_loss_func sees only this rank's tokens: omit it, or use transformers.Trainer with a model of text alone"
     if not trainer.model_accepts_loss_kwargs and is_vision(model):
         yield (
             f"{type(model).__name__} has accepts_loss_kwargs=False, with which the loss is a mean of the means of batches: set "
             "trainer.model_accepts_loss_kwargs = True before, for the mean over the tokens of a step"
         )
-    elif not trainer.model_accepts_loss_kwargs and not predicts_masked(model):
+    elif not trainer.model_accepts_loss_kwargs and not predicts_masked(model) and not whole:
         yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
     images = {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ())
     if images and needs_sequences(trainer):
@@ -112,7 +148,7 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
             f"train_dataset has {' and '.join(sorted(images))}, but {name} needs whole sequences, whose images cannot travel: "
             f"use {', '.join(OF_TOKENS)}, or remove the column"
         )
-    if balances(trainer) and (needs_sequences(trainer) or is_vision(model)):
+    if balances(trainer) and (whole or needs_sequences(trainer) or is_vision(model)):
         yield (
             "the auxiliary loss of routers is computed for whole steps of models of text alone: set router_aux_loss_coef=0.0 "
             f"in {type(trainer.args).__name__}, and output_router_logits=False in the model's config"
@@ -141,10 +177,11 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
         yield "FSDP version 1 is not supported: set fsdp_version to 2"
 
 
-def _model_problems(trainer: Any) -> Iterator[str]:
-    if (head := type(prepared_part(trainer, trainer.model)).__name__).endswith(OTHER_HEADS):
-        way = "pool hidden states by document in your own loop, as examples/encoder_heads.py does"
-        yield f"{head} has a head that is not for the next token, or for masked ones: {way}"
+def _model_problems(trainer: Any, whole: bool) -> Iterator[str]:
+    if (head := type(prepared_part(trainer, trainer.model)).__name__).endswith(OTHER_HEADS) and not whole:
+        yield f"{head} has a head that is not for tokens: use transformers.Trainer, and no encoder-decoder or reader of images"
+    if head.endswith("ForQuestionAnswering"):
+        yield f"{head} looks for answers in padding, too, which has no hidden states here: it is not supported"
     if trainer.model.config.is_encoder_decoder and (name := trainer_of_trl(trainer)):
         yield f"{name} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
     if predicts_masked(prepared_part(trainer, trainer.model)) and (name := trainer_of_trl(trainer)):

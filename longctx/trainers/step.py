@@ -23,6 +23,7 @@ from longctx.planning.layout import Layout
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
+from longctx.trainers.agreement import said_by
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
@@ -253,7 +254,8 @@ class Sharing:
                 tower=self.tower,
             )
         except PlanError as error:
-            raise TrainerError(f"{error}; or shorten the documents, as SFTConfig's max_length does") from error
+            refused = TrainerError(f"{error}; or shorten the documents, as SFTConfig's max_length does")
+            raise (refused if self.group is None else said_by(0, refused)) from error
         self.plans.append(plan)
         return plan
 

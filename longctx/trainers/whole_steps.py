@@ -232,7 +232,7 @@ class WholeSteps:
 OF_BATCHES = "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch"
 """Methods that trainers call with batches of the data collator, but never here."""
 NEEDED = ("get_batch_samples", "training_step", "compute_loss", "prediction_step", "evaluation_loop", "log", *OF_BATCHES)
-"""Methods that transformers' own loops must call: those of versions 5.23 and 5.24."""
+"""Methods that transformers' own loops must call: those of versions 5.20 to 5.24."""
 REPLACED = (*(name for name in vars(WholeSteps) if not name.startswith("__")), *OF_BATCHES)
 
 

@@ -1,0 +1,270 @@
+"""Trainers whose loss needs outputs of whole rows: heads, reward models and own losses are those of plain training."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from longctx.trainers import TrainerError, dynamic_context_parallel, restore
+from tests.marks import slow_unless
+from tests.test_trainers import trainer
+from tests.trainer_cases import (
+    LONGEST,
+    PROFILE,
+    TOKENS_PER_RANK,
+    VOCABULARY,
+    arguments,
+    as_rank,
+    documents,
+    model,
+    pad,
+    preferences,
+    report,
+    select_fsdp_on_cpus,
+    tokenizer,
+)
+from tests.workers import Workers
+
+CLASSES = 3
+STEPS = {"max_steps": 3, "eval_strategy": "no", "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0}
+"""All steps are full, so the means over the rows of ranks are those of one process."""
+
+
+def with_head(kind: str) -> Any:
+    """A model named by its family and its head, with the same random weights in every process."""
+    import transformers
+
+    family, head = kind.split()
+    config = model(family).config
+    config.num_labels = CLASSES
+    config.pad_token_id, config.classifier_dropout = VOCABULARY - 1, 0.0
+    config.classifier_pooling = "mean"
+    torch.manual_seed(0)
+    name = {"qwen2": "Qwen2", "bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[family]
+    made = getattr(transformers, f"{name}For{head}")(config)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.2) if weight.dim() > 1 else None
+    return made
+
+
+def labelled(rows: list[dict[str, Any]], head: str) -> list[dict[str, Any]]:
+    """Rows without the token of padding, with a class a row or for two of three tokens."""
+    for number, row in enumerate(rows):
+        ids = np.array(row["input_ids"]) % (VOCABULARY - 2)
+        row["input_ids"] = ids.tolist()
+        row["labels"] = {
+            "SequenceClassification": number % CLASSES,
+            "TokenClassification": np.where(np.arange(len(ids)) % 3 == 0, -100, ids % CLASSES).tolist(),
+        }.get(head, row["labels"])
+    return rows
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pads with the token of padding, by which a head finds the last token of a row."""
+    of_rows = not isinstance(rows[0]["labels"], list)
+    padded = pad([{**row, "labels": row["input_ids"]} if of_rows else row for row in rows])
+    if of_rows:
+        padded["labels"] = torch.tensor([row["labels"] for row in rows])
+    padded["input_ids"][padded["attention_mask"] == 0] = VOCABULARY - 1
+    return padded
+
+
+def weighed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss that is no sum over tokens: a row weighs by its own loss."""
+    losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none").sum(1)
+    return (losses + losses**2 / 100).sum() / num_items_in_batch
+
+
+def run(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains with `transformers.Trainer`. Options: those of its arguments, `budget` and `predicting`."""
+    from transformers import Trainer, TrainingArguments
+
+    ranks, options = as_rank(), dict(options)
+    if "fsdp" in options:
+        select_fsdp_on_cpus()
+    budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else LONGEST})
+    accumulation, predicting = options.pop("accumulation", 1), options.pop("predicting", False)
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            outputs = model(**inputs)
+            loss = F.cross_entropy(outputs.logits[:, 0], inputs["input_ids"][:, 0])
+            return (loss, outputs) if return_outputs else loss
+
+    of_tokens = kind in ("function", "subclass")
+    ours = (Own if kind == "subclass" else Trainer)(
+        model() if of_tokens else with_head(kind),
+        TrainingArguments(**arguments(folder, ranks, accumulation, **{**STEPS, **options})),
+        data_collator=pad if of_tokens else collate,
+        train_dataset=documents() if of_tokens else labelled(documents(), kind.split()[1]),
+        eval_dataset=documents(12, 1) if of_tokens else labelled(documents(12, 1), kind.split()[1]),
+        compute_loss_func=weighed if kind == "function" else None,
+    )
+    if dynamic:
+        dynamic_context_parallel(ours, profile=PROFILE, **budget)
+    ours.train()
+    rows = documents(6, seed=2) if of_tokens else labelled(documents(6, seed=2), kind.split()[1])
+    return report(ours) | {"predictions": ours.predict(rows).predictions if predicting else None}
+
+
+def reward(folder: Path, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains with TRL's RewardTrainer."""
+    import datasets
+    from trl import RewardConfig, RewardTrainer
+
+    ranks, options = as_rank(), dict(options)
+    lora = options.pop("lora", False)
+    given = arguments(folder, ranks, 1, **{**STEPS, **options}) | {"include_num_input_tokens_seen": "no", "max_length": None}
+    del given["remove_unused_columns"]
+    config = with_head("qwen2 SequenceClassification").config
+    config.num_labels = 1
+    import transformers
+    from peft import LoraConfig
+
+    torch.manual_seed(0)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", modules_to_save=["score"])
+    trainer = RewardTrainer(
+        transformers.Qwen2ForSequenceClassification(config),
+        args=RewardConfig(**given, center_rewards_coefficient=0.01),
+        train_dataset=datasets.Dataset.from_list([row | {"margin": 0.5} for row in preferences("DPO") + preferences("DPO")]),
+        processing_class=tokenizer(),
+        peft_config=adapters if lora else None,
+    )
+    if dynamic:
+        dynamic_context_parallel(trainer, profile=PROFILE, tokens_per_rank=TOKENS_PER_RANK if ranks > 1 else 120)
+    trainer.train()
+    return report(trainer)
+
+
+def assert_same(runs: list[dict[str, Any]], expected: dict[str, Any], split: bool = True) -> None:
+    """Logs of the first rank and weights of all are those of the plain run, in which weights have changed."""
+    assert max(runs[0]["degrees"]) >= 2 or not split
+    for ours, theirs in zip(runs[0]["log"], expected["log"], strict=True):
+        for name in (name for name in theirs if not name.endswith(("runtime", "per_second", "flos", "epoch"))):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-6), (name, ours, theirs)
+    for run in runs:
+        for name, weight in expected["weights"].items():
+            assert torch.allclose(run["weights"][name], weight, rtol=0, atol=2e-6), name
+
+
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "rows": (2, "qwen2 SequenceClassification", {"predicting": True, "prediction_loss_only": False}),
+    "rows of three": (3, "qwen2 SequenceClassification", {"accumulation": 2}),
+    "rows on one": (1, "qwen2 SequenceClassification", {}),
+    "first token": (3, "bert SequenceClassification", {}),
+    "mean of tokens": (2, "modernbert SequenceClassification", {}),
+    "tokens": (2, "qwen2 TokenClassification", {"accumulation": 3, "eval_strategy": "steps", "eval_steps": 2}),
+    "tokens of an encoder": (3, "roberta TokenClassification", {}),
+    "sharded": (
+        2,
+        "qwen2 SequenceClassification",
+        {
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+        },
+    ),
+    "function": (2, "function", {"accumulation": 2, "predicting": True, "prediction_loss_only": False}),
+    "function of three": (3, "function", {"gradient_checkpointing": True}),
+    "function on one": (1, "function", {}),
+    "subclass": (2, "subclass", {}),
+    "smoothed": (2, "qwen2 TokenClassification", {"label_smoothing_factor": 0.1}),
+}
+QUICK = ("rows", "first token", "tokens", "function")
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case in QUICK, CASES))
+def test_whole_rows(workers: Workers, tmp_path: Path, case: str) -> None:
+    ranks, kind, options = CASES[case]
+    plain = {name: value for name, value in options.items() if name not in ("accumulation", "fsdp", "fsdp_config")}
+    (expected,) = workers.run(run, 1, tmp_path / "plain", kind, False, plain)
+    runs = workers.run(run, ranks, tmp_path / "ours", kind, True, options)
+    assert_same(runs, expected, split=ranks > 1)
+    if "predicting" in options:
+        kept = np.abs(runs[0]["predictions"]) > 0  # logits of padding are those of hidden states 0
+        assert kept.mean() > 0.2 and runs[0]["predictions"].shape == expected["predictions"].shape
+        np.testing.assert_allclose(runs[0]["predictions"][kept], expected["predictions"][kept], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    slow_unless(lambda ranks, options: ranks == 2 and not options, [(2, {}), (3, {}), (2, {"lora": True})]),
+)
+def test_reward_models(workers: Workers, tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    """Both answers of a pair, which begin alike, are a tree."""
+    (expected,) = workers.run(reward, 1, tmp_path / "plain", False, options)
+    runs = workers.run(reward, ranks, tmp_path / "ours", True, options)
+    assert runs[0]["trees"] > 0
+    assert_same(runs, expected)
+
+
+def ready(folder: Path, kind: str = "qwen2 SequenceClassification", **options: Any) -> Any:
+    rows = labelled(documents(), kind.split()[1])
+    ours = trainer(folder, of=with_head(kind), data=rows, **{**STEPS, **options})
+    ours.data_collator = collate
+    return ours
+
+
+def test_outside_steps_and_after_restoring_the_model_is_plain(tmp_path: Path) -> None:
+    ours, batch = ready(tmp_path), collate(labelled(documents(4), "SequenceClassification"))
+    kind, plain = type(ours), ours.model(**batch).logits
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert torch.equal(ours.model(**batch).logits, plain) and not ours.dynamic.plans
+    with ours.outputs.used():
+        planned = ours.model(**batch)
+    assert torch.allclose(planned.logits, plain, atol=1e-5) and ours.dynamic.plans
+    restore(ours)
+    assert type(ours) is kind and torch.equal(ours.model(**batch).logits, plain)
+    assert isinstance(ours.model.config._attn_implementation, str) and ours.model.config._attn_implementation != "longctx"
+
+
+def test_it_says_that_calls_are_planned_and_what_logits_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = trainer(tmp_path)
+    ours.compute_loss_func = weighed
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert "planned, not steps, and logits take 0.50 MiB per 1,024 tokens of its rows" in capsys.readouterr().out
+
+
+def test_padding_that_the_head_would_not_find_is_refused(tmp_path: Path) -> None:
+    ours = ready(tmp_path)
+    ours.data_collator = lambda rows: (batch := collate(rows)) | {"input_ids": batch["input_ids"] * batch["attention_mask"]}
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    with pytest.raises(TrainerError, match=f"other tokens than the config's pad_token_id {VOCABULARY - 1}"):
+        ours.train()
+
+
+def test_arguments_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    ours = ready(tmp_path)
+    ours.data_collator = lambda rows: collate(rows) | {"output_hidden_states": True}
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    with pytest.raises(TrainerError, match="Qwen2Model gets output_hidden_states, which splitting rows would lose"):
+        ours.train()
+
+
+def test_a_head_that_needs_more_than_hidden_states_is_refused(tmp_path: Path) -> None:
+    ours = ready(tmp_path)
+    own = ours.model.forward
+
+    def forward(**named: Any) -> Any:
+        output = own(**named)
+        output.logits = output.logits + ours.model.model(named["input_ids"], output_hidden_states=True).hidden_states[1].mean()
+        return output
+
+    ours.model.forward = forward
+    with pytest.raises(TrainerError, match="head of Qwen2ForSequenceClassification does not run on hidden states alone"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert not hasattr(ours, "dynamic")
+
+
+def test_heads_that_read_padding_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="BertForQuestionAnswering looks for answers in padding, too"):
+        dynamic_context_parallel(ready(tmp_path, "bert QuestionAnswering"), tokens_per_rank=200, profile=PROFILE)
+
+
+def test_a_step_set_on_the_trainer_is_refused(tmp_path: Path) -> None:
+    ours = ready(tmp_path)
+    ours.training_step = lambda *given, **named: None
+    with pytest.raises(TrainerError, match=r"training_step is set on the trainer itself.*define it in a subclass"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
