@@ -143,6 +143,8 @@ def prepare(
 def _check(run: Run) -> None:
     """Checks device, kernels, model and, where no setting may change any more, memory. Raises UserError."""
     config, spec = run.config, run.source.spec
+    if run.source.files is not None:
+        run.source.files.require_weights()
     _log_kernels(run)
     if config.train.float8 is not None:
         check_float8(run.device)

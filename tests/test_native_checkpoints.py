@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from longctx.cli import main
 from longctx.hf.source import pretrained
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.families import FAMILIES, expressed
@@ -154,6 +155,22 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(PretrainedError, match="is damaged"):
         load_all(str(tmp_path))
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_config_alone_is_enough_for_estimates(
+    checkpoints: dict[str, Path], store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], implementation: str
+) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoints["Qwen 3"] / "config.json").read_bytes())
+    said = []
+    for folder in (checkpoints["Qwen 3"], tmp_path):
+        settings = [f"--model.from_pretrained={folder}", f"--model.implementation={implementation}", f"--data.store={store}"]
+        assert main(["estimate", "--json", "--gpus=2", *settings]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and '"total"' in said[0]
+    assert main(["train", *settings, f"--train.run_dir={tmp_path / 'run'}"]) == 2
+    assert f"{tmp_path} has no .safetensors files: save the model with transformers" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"Phi 3"}))  # whose shapes Llama has, too

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The documents of the first steps are used if the store exists. Otherwise set model.vocab_size; the estimate then is "
         "for a full rank\nwith its share of the longest document. For a run on GPUs, on a machine without one, add "
-        "--train.device cuda\n\n" + overview()
+        "--train.device cuda. Of a checkpoint, config.json is enough: --model.from_pretrained FOLDER\n\n" + overview()
     )
 
 

@@ -24,7 +24,7 @@ from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_packed
 from longctx.hf.spec import spec_of
 from longctx.hf.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.model.balance import RowDocuments
-from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
+from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.protocol import Head, MakeAttention, Model
 from longctx.planning.cost.spec import ModelSpec
 
@@ -279,7 +279,7 @@ def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = ()) -> Chec
     """
     files = replace(CheckpointFiles.open(source), rope=rope)
     ties = any(getattr(config, "tie_word_embeddings", False) for config in (files.config, files.config.get_text_config()))
-    if not ties or (files.folder / DESCRIBED).is_file():
+    if not ties or not files.has_values:
         return files
     try:
         with torch.device("meta"):

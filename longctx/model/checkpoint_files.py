@@ -74,6 +74,18 @@ class CheckpointFiles:
             return cls(folder, dict.fromkeys(json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"))
         return cls(folder, _index(folder))
 
+    @property
+    def has_values(self) -> bool:
+        """Whether weights can be read: not of a config alone, and not of what `describe` has written."""
+        return bool(self.files) and not (self.folder / DESCRIBED).is_file()
+
+    def require_weights(self) -> None:
+        """Raises PretrainedError if there is a config alone, which estimates and plans need no more than."""
+        if not self.files:
+            raise PretrainedError(
+                f"{self.folder} has no .safetensors files: save the model with transformers' save_pretrained, which writes them"
+            )
+
     @cached_property
     def config(self) -> Any:
         """Config as transformers loads it, changed by `rope`, `untied` and `added`. Raises PretrainedError if it is damaged."""
@@ -160,6 +172,7 @@ class CheckpointFiles:
         """Opens the file of a tensor. Raises PretrainedError if it cannot be read."""
         from safetensors import SafetensorError, safe_open
 
+        self.require_weights()
         file = self.files[name]
         try:
             with safe_open(str(file), framework="pt") as tensors:
@@ -227,10 +240,6 @@ def _index(folder: Path) -> dict[str, Path]:
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise PretrainedError(f"{folder} lacks {', '.join(missing[:3])}, which its index lists: download or copy it again")
-    if not files:
-        raise PretrainedError(
-            f"{folder} has no .safetensors files: save the model with transformers' save_pretrained, which writes them"
-        )
     names: dict[str, Path] = {}
     for file in files:
         try:
