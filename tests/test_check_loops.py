@@ -58,7 +58,7 @@ def test_no_trainer(probe):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_marked_function_is_a_check(pytester: pytest.Pytester, processes: int) -> None:
     pytester.makepyfile(MARKED.replace("{}", str(processes)))
-    result = pytester.runpytest_subprocess("-p", "longctx.pytest_plugin", "--strict-markers", "-p", "no:xdist")
+    result = pytester.runpytest_subprocess("-p", "longctx.check.pytest_plugin", "--strict-markers", "-p", "no:xdist")
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["few documents: documents see each other*, tokens of document 1 see document 0"])
     result.stdout.fnmatch_lines(["*make returned Probe: return a transformers.Trainer, or a Step"])

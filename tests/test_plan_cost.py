@@ -123,7 +123,7 @@ def test_a_worked_example() -> None:
     the points at 2048 (85 %) and 8192 (100 %). Attention hides the exchange."""
     a = Assignment(np.array([0]), np.array([0]), np.array([2]), np.array([False]))
     result = score(H100, np.array([8192]), a, 2)
-    attention = 2.04e-9 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
+    attention = 1.74e-9 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
     assert result.makespan_ns == pytest.approx((0.3 + 0.05 + 8.9e-5 * 4096 + attention) * 1e9, abs=5)
     assert result.exposed_share == result.idle_share == 0
 

@@ -1,5 +1,7 @@
 """pytest plugin: a marked function that makes a trainer from a probe is a check of its step (docs/check-step.md).
 
+pytest_plugins = "longctx.check.pytest_plugin"      # in conftest.py
+
 @pytest.mark.check_step(processes=2, allow=["documents are cut"], probes=["prompts"])
 def test_my_trainer(probe):
     return Trainer(..)
