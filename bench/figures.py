@@ -103,7 +103,6 @@ def headline() -> list[str]:
         "speedup",
     ]
     gpus = f"8 to {max(int(row['gpus']) for row in splits):,} GPUs"
-    static = "a static run on its own best tensor and pipeline split, without zero-bubble schedules"
     rows = [
         [
             "a static run on its own best tensor and pipeline split, without zero-bubble schedules",
