@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from longctx.check import PROBES, Probe, check_step
 from longctx.cli import main
@@ -20,6 +21,7 @@ SHORT = Probe("short", lengths=(1, 9, 14, 5), micro_batches=2)
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_loop_is_right_and_its_fault_is_named(name: str, tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)  # a trainer of another test may have left its precision there
     right, wrong, kind = FAULTS[name]
     assert check_step(runpy.run_path(str(LOOPS))[name], [SHORT]).lines() == ["short: right"]
     faulty = tmp_path / "loops.py"

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from longctx.check import CheckError, check_step
+from longctx.check import CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import ROW_RESTARTED
 from longctx.cli import main
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
@@ -60,4 +61,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_cannot_be_judged_is_refused(make: Make, said: str) -> None:
     with pytest.raises(CheckError, match=said):
+        check_step(make, [SHORT])
+
+
+def test_autocast_is_refused() -> None:
+    """Accelerate keeps its mixed precision for every later Accelerator of a process."""
+
+    def make(probe: Probe) -> Step:
+        model = probe.model()
+        with record(model) as seen, torch.autocast("cpu", torch.bfloat16):
+            model(torch.tensor([probe.documents[1]])).logits.sum().backward()
+            return seen.step()
+
+    with pytest.raises(CheckError, match="runs under autocast"):
         check_step(make, [SHORT])

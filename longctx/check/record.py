@@ -75,6 +75,8 @@ def record(model: Any) -> Iterator[Recorder]:
 
     def look(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = inputs[0] if inputs else named["input"]
+        if torch.is_autocast_enabled(ids.device.type):
+            raise CheckError("the model runs under autocast: rounding would hide faults below 1 %; switch mixed precision off")
         if torch.is_grad_enabled():
             seen.calls.append(whole(ids).cpu())
 
