@@ -65,3 +65,10 @@ def test_a_marked_function_is_a_check(pytester: pytest.Pytester, processes: int)
     result.stdout.fnmatch_lines(["few documents: documents see each other*, tokens of document 1 see document 0"])
     result.stdout.fnmatch_lines(["*make returned Probe: return a transformers.Trainer, or a Step"])
     assert "Traceback" not in result.stdout.str()
+
+
+def test_a_misspelt_mark_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.check_step(process=2)\ndef test_it(probe): pass")
+    result = pytester.runpytest_subprocess("-p", "longctx.check.pytest_plugin", "-p", "no:xdist")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["test_it is marked with process, which check_step does not take: check_step(processes=1, *"])

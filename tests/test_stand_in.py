@@ -60,6 +60,6 @@ def test_what_lengths_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], g
 
 
 def test_finetune_needs_data_or_lengths(capsys: pytest.CaptureFixture[str], lengths: Path) -> None:
-    assert "DATA is None, and --lengths or --mix is not given" in said(capsys, "finetune", "owner/model", "--dry-run")
+    assert "DATA is missing: give a file or folder" in said(capsys, "finetune", "owner/model", "--dry-run")
     both = said(capsys, "finetune", "owner/model", "data.jsonl", "--dry-run", f"--lengths={lengths}")
-    assert "DATA is data.jsonl, and --lengths or --mix is also given" in both
+    assert "DATA is data.jsonl, and --lengths or --mix would take its place: omit one" in both

@@ -33,6 +33,9 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> pytest.Ite
     marks = [mark for mark in getattr(obj, "pytestmark", ()) if mark.name == MARK]
     if not marks or not isinstance(collector, pytest.Module):
         return None
+    if marks[0].args or (unknown := sorted(marks[0].kwargs.keys() - {"processes", "allow", "probes"})):
+        what = f"{marks[0].args[0]!r} without a name" if marks[0].args else unknown[0]
+        raise collector.CollectError(f"{name} is marked with {what}, which {MARK} does not take: {MEANING}")
     item: StepItem = StepItem.from_parent(collector, name=name, make=obj, **marks[0].kwargs)
     item.own_markers += obj.pytestmark
     item.keywords.update({mark.name: mark for mark in obj.pytestmark})

@@ -103,11 +103,12 @@ def _checked(arguments: argparse.Namespace) -> int:
                 "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
             )
     given = stands_in(arguments)
-    if given == (arguments.data is not None):
+    if arguments.data is None and not given:
         raise UserError(
-            f"DATA is {arguments.data}, and --lengths or --mix is {'also' if given else 'not'} given: give DATA, or with "
-            "--dry-run lengths in its place"
+            "DATA is missing: give a file or folder of documents, or with --dry-run --lengths or --mix in its place"
         )
+    if arguments.data is not None and given:
+        raise UserError(f"DATA is {arguments.data}, and --lengths or --mix would take its place: omit one of the two")
     if arguments.lora is not None and arguments.lora < 1:
         raise UserError(f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all parameters")
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
