@@ -44,7 +44,7 @@ test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 test-release: PYTEST_ARGS := -m "not gpu"
-test-release: test  ## The same with pages, examples, wheels, benchmarks and all that is slow; takes hours
+test-release: $(VENV)/installed-docs test  ## The same with pages, examples, wheels, benchmarks and all that is slow; takes hours
 
 check: $(VENV)/installed-dev  ## Lint, check the format and the types
 	$(BIN)/ruff check .
