@@ -1,6 +1,6 @@
 """The site and the page of `compare` in a browser, on a phone and on a desk: nothing is wider than the screen, search finds.
 
-They need `.[docs]` and Chromium with its driver (Debian: `apt install chromium-driver`); screenshots lie beside pytest's folders.
+They need `.[docs]` and Chromium with its driver (Debian: `apt install chromium-driver`). Screenshots lie beside the site.
 """
 
 import functools
@@ -35,6 +35,7 @@ return [...document.body.querySelectorAll('table, pre, img, p, li, h1, h2, h3')]
   .map(e => e.tagName + ' ' + e.textContent.slice(0, 60));
 """
 """Elements that end beyond the right edge, and that no parent lets one scroll to."""
+BROKEN = "return [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -62,7 +63,14 @@ def address(folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
     options = webdriver.ChromeOptions()
-    for word in ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking", "disable-sync"):
+    for word in (
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "disable-background-networking",
+        "disable-sync",
+    ):
         options.add_argument(f"--{word}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
@@ -78,7 +86,9 @@ def test_every_page_fits_its_screen(browser: webdriver.Chrome, folder: Path, add
     pages = sorted(path.relative_to(folder) for path in folder.rglob("*.html") if "repository" not in path.parts)
     for page in pages:
         browser.get(f"{address}/{page}")
-        broken = browser.execute_script("return [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)")
+        broken = browser.execute_script(
+            "return [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+        )
         across = browser.execute_script("return document.documentElement.scrollWidth")
         log = browser.get_log("browser")
         errors = [entry["message"] for entry in log if entry["level"] == "SEVERE" and "favicon.ico" not in entry["message"]]
