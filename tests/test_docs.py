@@ -310,6 +310,14 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 110
 
 
+def test_the_pages_are_short() -> None:
+    """Without generated pages and tables. Who adds an answer shortens another one."""
+    generated = re.compile(r"<!-- ([\w :-]+) -->.*?<!-- end of [\w ]+ -->", re.DOTALL)
+    written = [page for page in PAGES if page.name not in ("settings.md", "families.md", "encoders.md", "names.md")]
+    words = {name_of(page): len(generated.sub("", page.read_text("utf-8")).split()) for page in written}
+    assert sum(words.values()) <= 26_000, sorted(words.items(), key=lambda item: -item[1])[:5]
+
+
 @pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]  # --quiet would hide warnings
