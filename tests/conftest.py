@@ -13,10 +13,6 @@ from hypothesis import settings
 
 from tests.workers import Workers
 
-# One thread in every process of the tests: those of several processes on two cores wait for each other, ten times as long.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
 # Triton reads this when it is first imported: where there is no GPU, the tests interpret its kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

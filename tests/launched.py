@@ -124,7 +124,6 @@ def start(by_rank: Sequence[Sequence[str]], folder: Path, *, world: int | None =
 
     `folder` is made for their output. With namespaces, each rank is in one of them.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ranks, address = world or len(by_rank), "10.77.0.1" if namespaces else "127.0.0.1"

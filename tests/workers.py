@@ -67,7 +67,6 @@ class Workers:
     """`run(function, ranks, *arguments)` calls a module-level function on every rank of a new group: gloo, or NCCL on GPUs."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
         self.workers: list[tuple[Any, Connection]] = []
