@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 import longctx
 from longctx.attention import host_to_device, operator, ulysses
+from longctx.parallel.timing import Clock
 from tests.training_cases import start
 
 CODE = Path(longctx.__file__).parent
@@ -118,6 +119,7 @@ class HostWaits(TorchDispatchMode):
                 patch(module, "copy_to", copied)
         for name in READS:
             patch(torch.Tensor, name, self._read(name, getattr(torch.Tensor, name)))
+        patch(Clock, "take", self._taken(Clock.take))
         patch(torch.Tensor, "to", self._copy("to", torch.Tensor.to))
         for name in ("tensor", "as_tensor"):
             patch(torch, name, self._copy(name, getattr(torch, name)))
@@ -136,6 +138,15 @@ class HostWaits(TorchDispatchMode):
             return self.value(name, tensor, original, *arguments, **named)
 
         return read
+
+    def _taken(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes where a clock is read, which waits for the stream of a GPU."""
+
+        def take(clock: Clock) -> Any:
+            self.note("clock")
+            return original(clock)
+
+        return take
 
     def _copy(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Notes copies from pageable memory to the device: only `copy_to` pins it first."""
