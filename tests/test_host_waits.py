@@ -48,6 +48,22 @@ def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_pa
     assert set().union(*found) == ONCE
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "roberta", "mamba2"])
+def test_a_step_of_a_trainer_waits_nowhere_in_longctx(workers: Workers, tmp_path: Path, kind: str) -> None:
+    from tests.trainer_cases import train
+
+    options = {"watched": True, "max_steps": 2, "eval_strategy": "no"}
+    found = [each["waits"] for each in workers.run(train, 2, tmp_path, kind, 1, True, options)]
+    assert set().union(*found) == set()
+
+
+def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Workers, tmp_path: Path) -> None:
+    from tests.trainer_cases import prefer
+
+    found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
+    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of"}
+
+
 def test_waits_are_found() -> None:
     labels, hidden, weight = torch.tensor([-100, 1, -100, -100]), torch.ones(4, 2), torch.ones(3, 2)
     watch = HostWaits()
