@@ -164,11 +164,7 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
         data = datasets.Dataset.from_list(data).to_iterable_dataset()
     if "fsdp" in options:
         select_fsdp_on_cpus()
-    predicting, sampling, watched = (
-        options.pop("predicting", False),
-        options.pop("sampling", None),
-        options.pop("watched", False),
-    )
+    predicting, sampling, watched = (options.pop(name, None) for name in ("predicting", "sampling", "watched"))
     budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else LONGEST})
     if sampling == "rebalanced":
         options["train_sampling_strategy"] = "batch_rebalance"

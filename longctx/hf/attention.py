@@ -206,7 +206,7 @@ def model_inputs(
             f"target_tokens is {target_tokens}, but {type(prepared).__name__} is an encoder, whose own loss is a mean over the "
             "tokens of one rank: leave it out, and compute the loss from the model's output and batch.labels"
         )
-    options = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
+    options: dict[str, Any] = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
     options |= {"ranks_per_node": ranks_per_node, "across": across}
     tokens, positions = (_row(tensor, device) for tensor in (batch.tokens, batch.positions))
     inputs: dict[str, Any]

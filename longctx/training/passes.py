@@ -77,7 +77,7 @@ class Passes:
         return [self.model(each.tokens, each.positions, each.attention, each.head) for each in every_input]
 
     def end_looking(self) -> None:
-        """Reshards the model and resets the clock after passes without gradients; the time of the optimizer is still to come."""
+        """Reshards the model and resets the clock after passes without gradients, but for the time of the optimizer."""
         reshard(self.model)  # otherwise blocks that stay gathered until backward would stay so until the next backward
         self.clock.keep(OPTIMIZER)
 
