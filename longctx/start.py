@@ -1,6 +1,5 @@
 """Start: a whole run, from checked settings to the exit status of this process."""
 
-import logging
 import math
 import sys
 import traceback
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from longctx.attention.kernels import choose_kernel
-from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config, check
 from longctx.errors import UserError
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
@@ -24,7 +21,7 @@ from longctx.parallel.peers import Peers
 from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
-from longctx.training.build import attention_requests, join_run
+from longctx.training.build import join_run, prepare_run_kernels
 from longctx.training.checks import changes_of_optimizer, check_export, check_groups, check_model, check_vocabulary
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
@@ -145,15 +142,9 @@ def _check(run: Run) -> None:
     config, spec = run.config, run.source.spec
     if run.source.files is not None:
         run.source.files.require_weights()
-    _log_kernels(run)
     if config.train.float8 is not None:
         check_float8(run.device)
-    for layer, request in attention_requests(config, spec, run.device.type).items():
-        choose_kernel(config.context.kernel, request)
-        if run.on_gpu:
-            split = config.parallel.tensor_parallel_size
-            heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
-            compile_variants(config.context.kernel, request, heads, window=layer.window is not None)
+    prepare_run_kernels(config, spec, run.launch, run.device)
     check_vocabulary(config, spec)
     check_model(config, run.data, run.source, run.launch.world_size)
     check_groups(config, run.source)
@@ -170,16 +161,6 @@ def _checkpoint_bytes(run: Run) -> int:
     trained = spec.trained_parameters
     weights = trained if spec.adapted else spec.parameters
     return torch.float32.itemsize * weights + state_bytes(run.config.optimizer, trained, spec.trained_matrices)
-
-
-def _log_kernels(run: Run) -> None:
-    """On a GPU, lets local rank 0 say why the fastest attention kernel was not chosen."""
-    log = logging.getLogger("longctx.attention.kernels")
-    if run.launch.local_rank > 0:
-        log.setLevel(logging.ERROR)
-    elif run.on_gpu and not log.handlers:
-        log.setLevel(logging.INFO)
-        log.addHandler(logging.StreamHandler())
 
 
 def _notes(config: Config, device: torch.device) -> list[str]:

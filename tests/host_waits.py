@@ -7,7 +7,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 import longctx
 from longctx.attention import host_to_device, operator, ulysses
+from longctx.parallel.timing import Clock
 from tests.training_cases import start
 
 CODE = Path(longctx.__file__).parent
@@ -31,6 +32,7 @@ OPERATORS: dict[str, Any] = {
 }
 """Python functions of the custom operators, which are opaque to modes."""
 DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "bincount")
+MADE = ("full", "zeros", "ones", "empty", "arange")
 READS = ("cpu", "numpy", "tolist", "item", "__bool__", "__float__", "__int__", "__index__")
 
 
@@ -118,6 +120,9 @@ class HostWaits(TorchDispatchMode):
                 patch(module, "copy_to", copied)
         for name in READS:
             patch(torch.Tensor, name, self._read(name, getattr(torch.Tensor, name)))
+        for name in MADE:
+            patch(torch, name, self._made(getattr(torch, name)))
+        patch(Clock, "take", self._taken(Clock.take))
         patch(torch.Tensor, "to", self._copy("to", torch.Tensor.to))
         for name in ("tensor", "as_tensor"):
             patch(torch, name, self._copy(name, getattr(torch, name)))
@@ -136,6 +141,26 @@ class HostWaits(TorchDispatchMode):
             return self.value(name, tensor, original, *arguments, **named)
 
         return read
+
+    def _made(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Marks what is made on the device, by a kernel."""
+
+        def make(*arguments: Any, **named: Any) -> Any:
+            out = original(*arguments, **named)
+            if isinstance(named.get("device"), torch.device) and not self.has(out):
+                self.mark(out)
+            return out
+
+        return make
+
+    def _taken(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes where a clock is read, which waits for the stream of a GPU."""
+
+        def take(clock: Clock) -> Any:
+            self.note("clock")
+            return original(clock)
+
+        return take
 
     def _copy(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Notes copies from pageable memory to the device: only `copy_to` pins it first."""
@@ -175,3 +200,23 @@ def waits_of_a_step(store: Path, run: Path, settings: list[str]) -> set[str]:
             trainer.step()
     assert watch.on_device
     return watch.found
+
+
+def waits_of_a_trainer(trainer: Any) -> set[str]:
+    """Returns the waits between the ends of a trainer's first step and its second, those in longctx alone."""
+    from transformers import TrainerCallback
+
+    watch, watching = HostWaits(), ExitStack()
+
+    class Watching(TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            watching.close()
+            if state.global_step == 1:
+                weights = itertools.chain(trainer.model.parameters(), trainer.model.buffers())
+                watching.enter_context(watch.watching(weights))
+
+    trainer.add_callback(Watching())
+    trainer.train()
+    assert watch.on_device
+    own = ("at train", "at no place in longctx")  # the trainer's loop, which our `train` calls
+    return {wait for wait in watch.found if not wait.endswith(own)}

@@ -13,7 +13,9 @@ from longctx.training.objectives.loss import log_probabilities, rows_with_labels
 from tests.host_waits import HostWaits, waits_of_a_step
 from tests.workers import Workers
 
-ONCE = {"__float__ at sum_of_squares", "__float__ at _gather"}
+ONCE = {"__float__ at sum_of_squares", "__float__ at _gather", "clock at _gather"}
+IDLE = {"clock at idle"}
+"""Of a pipeline, beside the loss."""
 RING = ["batch.tokens_per_rank=750"]
 MIXTURE = [
     *("model.preset=tiny-moe", "model.num_hidden_layers=2", "model.first_dense_layers=0", "model.moe_intermediate_size=16"),
@@ -34,7 +36,7 @@ def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: 
     ranks, settings = RUNS[name]
     found = workers.run(waits_of_a_step, ranks, store, tmp_path, settings)
     of_experts = {"cpu at _of_all_ranks", "tolist at end_step"} if "expert" in name else set()  # the last one beside the loss
-    assert set().union(*found) == ONCE | of_experts
+    assert set().union(*found) == ONCE | of_experts | (IDLE if name == "pipeline" else set())
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
@@ -44,6 +46,22 @@ def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_pa
     settings = settings_of(make_checkpoint(tmp_path, kind), "batch.tokens_per_rank=250")
     found = workers.run(waits_of_a_step, 2, store, tmp_path / "run", settings)
     assert set().union(*found) == ONCE
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "roberta", "mamba2"])
+def test_a_step_of_a_trainer_waits_nowhere_in_longctx(workers: Workers, tmp_path: Path, kind: str) -> None:
+    from tests.trainer_cases import train
+
+    options = {"watched": True, "max_steps": 2, "eval_strategy": "no"}
+    found = [each["waits"] for each in workers.run(train, 2, tmp_path, kind, 1, True, options)]
+    assert set().union(*found) == set()
+
+
+def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Workers, tmp_path: Path) -> None:
+    from tests.trainer_cases import prefer
+
+    found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
+    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of"}
 
 
 def test_waits_are_found() -> None:

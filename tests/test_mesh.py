@@ -79,14 +79,26 @@ def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: 
     assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
 
 
-def test_messages_of_trainers_have_high_priority_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_trainers_have_the_groups_of_a_run(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    """With streams of high priority for messages, and another group for those between nodes."""
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options))
+
+    def new_group(*_: Any, **options: Any) -> str:
+        made.append(options)
+        return f"group {len(made)}"
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": str(2 // nodes), "WORLD_SIZE": "2", "RANK": "1"})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
     monkeypatch.setattr(dynamic, "warm_up", lambda group, device: None)
-    dynamic._groups(SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)), ExitStack())
-    assert made[0]["pg_options"] == Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
-    assert made[1]["backend"] == "gloo"
+    groups = dynamic._groups(SimpleNamespace(world_size=2, device=GPU, ddp_timeout_delta=timedelta(seconds=7)), ExitStack())
+    high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
+    assert [options["pg_options"] for options in made[:nodes]] == nodes * [high]
+    assert made[nodes]["backend"] == "gloo" and len(made) == nodes + 1
+    assert groups == ("group 1", f"group {nodes + 1}", None if nodes == 1 else "group 2")
 
 
 SETTINGS = "expandable_segments:True"

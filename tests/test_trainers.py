@@ -462,10 +462,10 @@ def test_plans_are_made_by_constants_scaled_to_the_model(tmp_path: Path, capsys:
     dynamic_context_parallel(ours, tokens_per_rank=200)
     profile = ours.dynamic.profile
     assert profile.kv_bytes_per_token == 3 * 2 * 2 * 2 * 8 * 4, "passes, layers, K and V, heads, size, float32"
-    assert profile.query_share == 0 and profile.exchange_levels == 1, "as transformers' own code and its exchange are"
+    assert profile.query_share == 0 and profile.exchange_levels == 2, "as transformers' own code and its exchange are"
     printed = capsys.readouterr().out
     assert "profile cpu-2core" in printed and "scaled to this model" in printed
-    assert "a document is split over 1 rank, of 200 tokens each" in printed
+    assert "a document is split over 1 rank, of 200 tokens each\nattention on cpu in float32: cpu\n" in printed
 
 
 def test_tokens_per_rank_are_those_that_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

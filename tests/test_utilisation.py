@@ -118,6 +118,22 @@ def test_utilisation_and_times_of_a_step(workers: Workers, shorts: Path, tmp_pat
         assert step.bubble_s == 0
 
 
+def spans_left(store: Path, run: Path) -> list[list[str]]:
+    """Names of spans that are not taken after a step, and after passes without gradients."""
+    trainer = start(store, run, [*STEP, *ON_2])
+    names = []
+    with trainer.loader:
+        trainer.step()
+        names.append([span[0] for span in trainer.passes.clock.spans])
+        trainer.passes.look(next(trainer.loader))
+    trainer.passes.end_looking()
+    return [*names, [span[0] for span in trainer.passes.clock.spans]]
+
+
+def test_the_time_of_the_optimizer_is_that_of_the_step_before(workers: Workers, shorts: Path, tmp_path: Path) -> None:
+    assert workers.run(spans_left, 2, shorts, tmp_path) == [[["optimizer"], ["optimizer"]]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("traced", "stopped"), [(range(3, 10), False), (range(1, 3), True)])
 def test_a_trace_is_written_when_the_run_ends_within_its_steps(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longctx.config import load
-from tests.test_host_waits import ONCE
+from tests.test_host_waits import IDLE, ONCE
 from tests.whole_size import FakeDevice, FakeHostWaits, fullest, plan_of, step_2
 
 RANKS, VOCABULARY = 64, 128_256
@@ -76,7 +76,7 @@ def test_a_step_of_a_whole_model(name: str) -> None:
     peak, waits = step_2(config, RANKS, rank, VOCABULARY, plan)
     ratio = memory.total / peak
     print(f"{name}: {peak / 2**30:.2f} GiB, estimate {memory.total / 2**30:.2f}, {ratio:.3f}, rank {rank}, {memory.moment}")
-    assert waits and waits <= ONCE
+    assert waits and waits <= ONCE | IDLE
     assert 0.9 < ratio < (1.12 if "interleaved" in name else 1.1)
 
 

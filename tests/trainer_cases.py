@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.planning.hardware_profile import HardwareProfile
+from tests.host_waits import waits_of_a_trainer
 
 PROFILE = HardwareProfile.load("cpu-2core")
 LONGEST, TOKENS_PER_RANK, VOCABULARY = 90, 64, 128
@@ -163,7 +164,7 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
         data = datasets.Dataset.from_list(data).to_iterable_dataset()
     if "fsdp" in options:
         select_fsdp_on_cpus()
-    predicting, sampling = options.pop("predicting", False), options.pop("sampling", None)
+    predicting, sampling, watched = (options.pop(name, None) for name in ("predicting", "sampling", "watched"))
     budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else LONGEST})
     if sampling == "rebalanced":
         options["train_sampling_strategy"] = "batch_rebalance"
@@ -185,6 +186,8 @@ def train(folder: Path, kind: str, accumulation: int, dynamic: bool, options: di
     )
     if dynamic:
         dynamic_context_parallel(trainer, profile=PROFILE, **budget)
+    if watched:
+        return {"waits": waits_of_a_trainer(trainer)}
     trainer.train(resume_from_checkpoint=resume)
     predictions = trainer.predict(documents(7, seed=2)) if predicting else None
     return report(trainer) | {"predictions": predictions}
@@ -299,6 +302,7 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     if "fsdp" in options:
         select_fsdp_on_cpus()
     lora, budget = options.pop("lora", False), options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK})
+    watched = options.pop("watched", False)
     base = folder / "base"  # TRL loads the reference model from there
     if dist.get_rank() == 0:
         model().save_pretrained(base)
@@ -322,6 +326,8 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     )
     if dynamic:
         dynamic_context_parallel(trainer, profile=PROFILE, **budget)
+    if watched:
+        return {"waits": waits_of_a_trainer(trainer)}
     trainer.train()
     return report(trainer)
 

@@ -57,7 +57,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     from longctx.calibration import measure_profile
     from longctx.parallel.device import prepare_device
     from longctx.planning.hardware_profile import HardwareProfile
-    from longctx.training.build import join_run
+    from longctx.training.build import join_run, prepare_run_kernels
     from longctx.training.run_profile import default_profile
 
     # Ignore context.profile: it may name the file to be written.
@@ -80,6 +80,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     if launch.rank == 0:
         check_writable(arguments.out)
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
+    prepare_run_kernels(config, shape.spec, launch, device)
     groups = join_run(config, launch, device)
 
     def tell(part: str) -> None:

@@ -87,8 +87,9 @@ def _evaluate(
 ) -> None:
     """Joins the processes and evaluates; rank 0 prints and writes the result."""
     from longctx.evaluation.loss import evaluate
-    from longctx.training.build import join_run
+    from longctx.training.build import join_run, prepare_run_kernels
 
+    prepare_run_kernels(target.config, target.source.spec, launch, device)
     mesh = join_run(target.config, launch, device)
     passes, target = target.build(mesh)
     longest = max(piece.length for piece in work.pieces)

@@ -174,6 +174,8 @@ def model_inputs(
     kernel: str = "auto",
     keep_kv: bool = False,
     deterministic: bool = False,
+    ranks_per_node: int | None = None,
+    across: dist.ProcessGroup | None = None,
     blocks: Mapping[int, Sequence[Span]] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
@@ -187,7 +189,8 @@ def model_inputs(
         target_tokens: number of targets of the whole step, over all ranks. The model's `loss` is then the sum over this rank's
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: the model gets no
             labels and computes no loss; use `batch.labels`, which are already shifted. Must be None for encoders.
-        group, kernel, keep_kv, deterministic: see `ring_attention`.
+        group, kernel, keep_kv, deterministic, ranks_per_node: see `ring_attention`.
+        across: see `RingAttention`.
         blocks: spans of documents whose tokens also see the later ones of their span, as those of an image; see `Mask`.
         device: device of the model.
 
@@ -203,7 +206,8 @@ def model_inputs(
             f"target_tokens is {target_tokens}, but {type(prepared).__name__} is an encoder, whose own loss is a mean over the "
             "tokens of one rank: leave it out, and compute the loss from the model's output and batch.labels"
         )
-    options = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
+    options: dict[str, Any] = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
+    options |= {"ranks_per_node": ranks_per_node, "across": across}
     tokens, positions = (_row(tensor, device) for tensor in (batch.tokens, batch.positions))
     inputs: dict[str, Any]
     if source is None:

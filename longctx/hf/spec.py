@@ -104,7 +104,8 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
 
 def _latent(config: Any, layer: nn.Module) -> Latent:
     parameters = sum(parameter.numel() for part in used_parts(layer) for parameter in part.parameters())
-    return Latent(config.kv_lora_rank + config.qk_rope_head_dim, parameters)
+    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return Latent(config.kv_lora_rank + config.qk_rope_head_dim, parameters, key_dim, config.v_head_dim)
 
 
 def _scan(layer: nn.Module, costs: LinearCosts) -> Scan:

@@ -57,10 +57,15 @@ def prepare_allocator(device: torch.device) -> None:
     Every micro-batch has other shapes, for which segments of fixed size would be cut into pieces that fit no later one. Pinned
     host memory is not rounded up to powers of two, from the first version of torch on that can do without.
     """
-    if device.type == "cuda" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+    if not is_prepared(device):
         exact = f",{EXACT_PINNED}:1" if torch_version.TorchVersion(torch.__version__) >= "2.13" else ""
         # The other names are deprecated, but come first if set.
         os.environ[ALLOCATOR_SETTINGS[0]] = f"expandable_segments:True{exact}"
+
+
+def is_prepared(device: torch.device) -> bool:
+    """Returns whether a device has no allocator of torch, or one that is configured."""
+    return device.type != "cuda" or any(name in os.environ for name in ALLOCATOR_SETTINGS)
 
 
 def rounds_pinned() -> bool:

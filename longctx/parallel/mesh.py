@@ -200,10 +200,7 @@ def make_groups(
     numbers = numbers.clone(memory_format=torch.contiguous_format)  # torch 2.11 compares strides, also of axes of size 1
     domain, weights, of_tensor, copies = _weight_meshes(device, numbers, shards, timeout)
     # The domain's group may be the world's, so the exchange gets a separate one.
-    of_domain = numbers.reshape(-1, ranks), timeout, device
-    exchange = _my_group(*of_domain)
-    across = None if processes_per_node(dist.get_world_size()) is None else _my_group(*of_domain)
-    assert exchange is not None
+    exchange, across = exchange_groups(numbers.reshape(-1, ranks), timeout, device)
     stages = ends = None
     if pipeline > 1:
         columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)
@@ -249,6 +246,17 @@ def _expert_mesh(device: torch.device, sizes: tuple[int, int, int, int], timeout
     for axis in mesh.get_all_groups():
         SET_TIMEOUT(timeout, axis)
     return mesh
+
+
+def exchange_groups(
+    rows: torch.Tensor, timeout: timedelta, device: torch.device
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Makes the groups of this rank's row of `rows` [groups, ranks] for messages of attention: for all of them, and on several
+    nodes another one for those between nodes. All ranks must call it, and warm both up.
+    """
+    exchange = _my_group(rows, timeout, device)
+    assert exchange is not None
+    return exchange, None if processes_per_node(dist.get_world_size()) is None else _my_group(rows, timeout, device)
 
 
 def exchange_options(device: torch.device, timeout: timedelta) -> Any:

@@ -66,7 +66,8 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
         raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
     ids, labels = (np.asarray(batch[name].cpu(), np.int32) for name in OF_TOKENS)
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    packing = (batch.get(name) for name in ("attention_mask", "position_ids"))
+    mask, positions = (None if field is None else field.cpu() for field in packing)
     for name, field in (("attention_mask", mask), ("position_ids", positions)):
         if field is not None and field.dim() != 2:
             raise TrainerError(f"{name} has {field.dim()} axes: return one of [rows, tokens]")

@@ -18,8 +18,9 @@ from longctx.hf.model import block_name
 from longctx.hf.spec import spec_of, spec_of_seq2seq
 from longctx.hf.vision import is_vision, weights_of_images, with_tower
 from longctx.memory.advisor import available_bytes
+from longctx.parallel.device import ALLOCATOR_SETTINGS, is_prepared
 from longctx.parallel.environment import processes_per_node
-from longctx.parallel.mesh import exchange_options
+from longctx.parallel.mesh import exchange_groups
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
@@ -49,6 +50,7 @@ from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
 from longctx.trainers.whole_steps import NEEDED, REPLACED, WholeSteps
+from longctx.training.build import kernel_requests, prepare_kernels
 from longctx.training.run_profile import RunProfile, model_profile
 from longctx.units import format_bytes
 
@@ -97,7 +99,7 @@ def dynamic_context_parallel(
         with on_all_ranks(args.world_size):
             chunked = None if whole else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
             described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
-            notes = list(_check_documents(trainer, most * args.world_size))
+            notes = [*_prepare_kernels(trainer, spec, kernel), *_check_documents(trainer, most * args.world_size)]
             way = described.profile, most, mode, degree, kernel, args.device
             sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
             if whole:
@@ -152,16 +154,34 @@ def restore(trainer: Any) -> None:
         del trainer.dynamic
 
 
-def _groups(args: Any, undo: contextlib.ExitStack) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns a group of all ranks for rings, and one for ids, which a thread exchanges between CPUs. Collective."""
+def _prepare_kernels(trainer: Any, spec: ModelSpec, kernel: str) -> Iterator[str]:
+    """Yields a line with the kernels of attention, which are compiled now, and a note on an allocator without settings."""
+    args, device = trainer.args, trainer.args.device
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else next(trainer.model.parameters()).dtype
+    kernels = prepare_kernels(kernel, kernel_requests(spec, device.type, dtype))
+    yield f"attention on {device.type} in {str(dtype).removeprefix('torch.')}: {kernels or 'none in this model'}"
+    if not is_prepared(device):
+        yield (
+            "note: every micro-batch has other shapes, which cut segments of torch's allocator into pieces: start the program "
+            f"with {ALLOCATOR_SETTINGS[0]}=expandable_segments:True"
+        )
+
+
+def _groups(
+    args: Any, undo: contextlib.ExitStack
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Returns groups of all ranks: for rings, for ids, which a thread exchanges between CPUs, and on several nodes for messages
+    of rings between nodes. Collective."""
     if args.world_size == 1:
-        return None, None
-    timeout = args.ddp_timeout_delta
-    rings = dist.new_group(timeout=timeout, pg_options=exchange_options(args.device, timeout))
-    ids = dist.new_group(backend="gloo", timeout=timeout)
-    undo.callback(lambda: [dist.destroy_process_group(group) for group in (rings, ids) if dist.is_initialized()])
-    warm_up(rings, args.device)
-    return rings, ids
+        return None, None, None
+    rings, across = exchange_groups(torch.arange(args.world_size)[None], args.ddp_timeout_delta, args.device)
+    ids = dist.new_group(backend="gloo", timeout=args.ddp_timeout_delta)
+    groups = [group for group in (rings, ids, across) if group is not None]
+    undo.callback(lambda: [dist.destroy_process_group(group) for group in groups if dist.is_initialized()])
+    for group in (rings, across):
+        if group is not None:
+            warm_up(group, args.device)
+    return rings, ids, across
 
 
 @contextlib.contextmanager
@@ -172,9 +192,17 @@ def _whole_steps(trainer: Any) -> Iterator[None]:
     vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
     pairs = prepared_part(trainer, trainer.model).config.is_encoder_decoder
     trainer.data_collator = (WatchingTargets if pairs else CountingRows)(collate)
+    prepare_loader = trainer.accelerator.prepare_data_loader
+
+    def on_host(loader: Any, device_placement: Any = None, **others: Any) -> Any:
+        """Leaves batches in host memory, where they are planned: to read them back would wait for the step before."""
+        return prepare_loader(loader, device_placement=False, **others)
+
+    trainer.accelerator.prepare_data_loader = on_host
     try:
         yield
     finally:
+        del trainer.accelerator.prepare_data_loader
         trainer.__class__, trainer.data_collator, trainer.model_accepts_loss_kwargs = kind, collate, sums
         vars(trainer).pop("_next", None)
 

@@ -1,12 +1,13 @@
 """Exchange of rows between the ranks that have drawn documents and the ranks that hold them: tokens there, values back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from longctx.attention.host_to_device import copy_to
 from longctx.hf.vision import ImagePlace
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.layout import Layout, Span
@@ -87,14 +88,15 @@ class Exchange:
 
     def to_owners(self, rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Returns the own rows of [held rows, ..] of all ranks; 0 where nothing is planned. Collective, differentiable."""
-        return _moved(rows, self.held, self.own, group)
+        held, own = (replace(side, rows=copy_to(side.rows, rows.device)) for side in (self.held, self.own))
+        return _moved(rows, held, own, group)
 
 
 def _moved(rows: torch.Tensor, before: Side, after: Side, group: Any) -> torch.Tensor:
-    rows = rows[before.rows.to(rows.device)]
+    rows = rows[before.rows]
     if group is not None:
         rows = exchange_rows(rows, before.counts, after.counts, group)
-    return rows.new_zeros(after.size, *rows.shape[1:]).index_copy(0, after.rows.to(rows.device), rows)
+    return rows.new_zeros(after.size, *rows.shape[1:]).index_copy(0, after.rows, rows)
 
 
 def _spans(layouts: Sequence[Layout]) -> list[tuple[int, Span]]:

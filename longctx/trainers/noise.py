@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from longctx.attention.host_to_device import copy_to
 from longctx.planning.layout import Layout
 from longctx.trainers.prepared import replaced_method
 
@@ -36,7 +37,7 @@ class Noise:
             places = np.r_[slice(*shard.head), slice(*shard.tail)].astype(np.uint64)
             rows[0, shard.offset :][: shard.tokens], rows[1, shard.offset :][: shard.tokens] = first + places, shard.longest
         rows[0] = _mixed(rows[0])
-        self.rows = torch.from_numpy(rows.view(np.int64)).to(self.trainer.args.device)
+        self.rows = copy_to(torch.from_numpy(rows.view(np.int64)), self.trainer.args.device)
 
     @contextmanager
     def used_by(self, model: Any) -> Iterator[None]:
@@ -78,7 +79,7 @@ class Noise:
 @functools.cache
 def _columns(features: int, device: torch.device) -> torch.Tensor:
     numbers = torch.from_numpy(_mixed(np.arange(features, dtype=np.uint64)).view(np.int64))
-    return ((numbers >> 32).int() | 1).to(device)
+    return copy_to((numbers >> 32).int() | 1, device)
 
 
 def _mixed(numbers: Any) -> Any:

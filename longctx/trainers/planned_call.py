@@ -44,13 +44,14 @@ class PlannedCall:
         `compute` returns values [tokens, ..] of a micro-batch, given the number of the call.
         """
         documents, places = self._merged(list(rows))
+        kept = mask.cpu()  # before the model runs: the host waits for no more than the batch
         # Every row: a rank whose rows have no target takes part in the backward of the others.
         share = self.sharing.share([documents], every=True)
         # One graph is kept as it is; of several, each keeps only its inputs.
         recompute = len(share.micro_batches) > 1 and torch.is_grad_enabled()
         run = functools.partial(self._run, compute, next(self.calls))
         computed = [checkpoint(run, batch, use_reentrant=False) if recompute else run(batch) for batch in share.micro_batches]
-        return self.sharing.rows_of_batch(share, computed, mask, places)
+        return self.sharing.rows_of_batch(share, computed, kept, places)
 
     def _run(self, compute: Callable[[MicroBatch, int], torch.Tensor], call: int, batch: MicroBatch) -> torch.Tensor:
         noise, values = self.sharing.noise, compute(batch, call)

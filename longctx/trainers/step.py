@@ -68,6 +68,7 @@ class Sharing:
         kernel, device: of attention.
         group: ranks that share steps, for rings and values; None for one process.
         ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models run.
+        across: another group of them, for messages of rings between nodes; None on one node.
         plans: the last plans, for reports.
         undo: what `restore` closes.
         vision: the model of transformers, if it reads images.
@@ -88,6 +89,7 @@ class Sharing:
     device: torch.device
     group: dist.ProcessGroup | None = None
     ids_group: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
     plans: deque[Plan] = field(default_factory=lambda: deque(maxlen=100))
     undo: ExitStack = field(default_factory=ExitStack)
     vision: Any = None
@@ -192,10 +194,12 @@ class Sharing:
         blocks = blocks_of(batch, self.vision)
         targets = None if self.predicts_masked else 1
         options: dict[str, Any] = {"group": self.group, "kernel": self.kernel, "device": self.device, "blocks": blocks}
+        if self.profile.exchange_levels == 2:
+            options |= {"ranks_per_node": self.profile.ranks_per_node, "across": self.across}
         with without_router_loss(next(module for module in model.modules() if hasattr(module, "get_input_embeddings"))):
             inputs = model_inputs(model, batch, targets, **options)
         if self.predicts_masked:
-            inputs["labels"] = batch.labels.to(self.device).unsqueeze(0)
+            inputs["labels"] = copy_to(batch.labels, self.device).unsqueeze(0)
         inputs.pop("num_items_in_batch", None)
         if self.router_loss is not None:
             self.router_loss.rows = batch.layout.tokens
@@ -212,7 +216,8 @@ class Sharing:
     def rows_of_batch(
         self, share: Share, values: Sequence[torch.Tensor], mask: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns values of the tokens of this rank's batch, [*mask.shape, ..]; 0 where no token is kept. Collective.
+        """Returns values of the tokens of this rank's batch, [*mask.shape, ..]; 0 where no token is kept. Collective. The mask
+        is in host memory, or the host waits.
 
         `values` are those of the share's micro-batches, [tokens, ..] each, in which padding comes last. Differentiable. `rows`
         are those of the batch's tokens in this rank's documents, one after the other; None: the same.
@@ -221,9 +226,10 @@ class Sharing:
         counts = [batch.layout.tokens for batch in share.micro_batches]
         held = torch.cat([of_batch[:count] for of_batch, count in zip(values, counts, strict=True)])
         own = share.exchange.to_owners(held, self.group)
-        own = own if rows is None else own[rows.to(own.device)]
-        places = torch.nonzero(mask)[: len(own)]  # rows without documents come last
-        return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((places[:, 0], places[:, 1]), own)
+        own = own if rows is None else own[copy_to(rows, own.device)]
+        places = torch.nonzero(mask.cpu())[: len(own)]  # rows without documents come last
+        row, place = copy_to(places.T.contiguous(), own.device)
+        return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((row, place), own)
 
     def _gather(self, batches: Sequence[Sequence[Document]]) -> list[list[Known]]:
         """Returns the documents of all ranks, by batch, in the order in which one process would draw them."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, IterableDataset
 
+from longctx.attention.host_to_device import copy_to
 from longctx.data import IGNORED_LABEL
 from longctx.trainers.documents import Document, labels_beside_padding, rows_of
 from longctx.trainers.pairs import OF_TARGETS, TARGETS, columns_of, rows_of_pairs
@@ -114,7 +115,8 @@ class WholeSteps:
         targets: Any = torch.full_like(ids, IGNORED_LABEL) if labels is None and ids is not None else labels
         rows = self._rows({**inputs, "labels": targets}, training=False)
         share = self.dynamic.start([list(itertools.chain.from_iterable(rows))], every=not prediction_loss_only).result()
-        loss = torch.zeros((), device=self.args.device)
+        mask, loss = inputs.get("attention_mask"), torch.zeros((), device=self.args.device)
+        kept = (columns_of(rows, targets) if of_pairs else torch.ones_like(ids) if mask is None else mask).cpu()
         with torch.no_grad(), self.compute_loss_context_manager(), self._metrics_of_the_step(share):
             for batch in share.micro_batches:
                 own, divisor = self.dynamic.inputs(model, batch), self._divisor(share)
@@ -129,9 +131,8 @@ class WholeSteps:
         loss = loss / self.dynamic.ranks
         if prediction_loss_only:
             return loss, None, None
-        mask = inputs.get("attention_mask")
-        kept = columns_of(rows, targets) if of_pairs else torch.ones_like(ids) if mask is None else mask
-        return (loss if labels is not None else None), self.dynamic.rows_of_batch(share, logits, kept), labels
+        values = self.dynamic.rows_of_batch(share, logits, kept)
+        return (None, values, None) if labels is None else (loss, values, copy_to(labels, loss.device))
 
     def evaluation_loop(self: Any, *arguments: Any, **named: Any) -> Any:
         """Leaves out rows that repeat others, which have no values here; Seq2SeqTrainer would keep them. Losses stay."""
@@ -194,7 +195,7 @@ class WholeSteps:
         """Returns what the trainer divides the sum of token losses by. It multiplies by the number of ranks only if it averages
         tokens across devices."""
         ranks = 1 if self.args.average_tokens_across_devices else self.dynamic.ranks
-        return torch.tensor(max(1, share.targets) / ranks, device=self.args.device)
+        return torch.full((), max(1, share.targets) / ranks, device=self.args.device)  # no copy
 
     @contextlib.contextmanager
     def _metrics_of_the_step(self: Any, share: Share) -> Iterator[None]:

@@ -1,14 +1,16 @@
 """Builds the parts of a run that compute: its groups, model and attention."""
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
-from longctx.attention.kernels import KernelRequest, kernel_name
+from longctx.attention.kernels import KernelRequest, choose_kernel, kernel_name
+from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config
 from longctx.config.run import FLOAT8_ROWS
 from longctx.errors import UserError
@@ -113,13 +115,46 @@ def limit_rows(model: Model, config: Config) -> None:
         layer.most_rows = None if tokens is None else tokens * layer.gate.shape.num_experts_per_tok
 
 
+def kernel_requests(
+    spec: ModelSpec, device: str, dtype: torch.dtype, deterministic: bool = False
+) -> dict[LayerSpec, KernelRequest]:
+    """Returns what the attention kernel has to support on a device of type `device`, for each kind of layer with attention."""
+    requests = {}
+    for layer in dict.fromkeys(spec.layers):
+        dims = layer.latent.key_dim or layer.head_dim, layer.latent.value_dim or layer.head_dim
+        properties = layer.window is not None, bool(spec.attention_softcap), deterministic
+        if layer.attends:
+            requests[layer] = KernelRequest(device, dtype, *dims, *properties)
+    return requests
+
+
 def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, KernelRequest]:
-    """Returns what the attention kernel has to support on a device of type `device`, for each kind of layer."""
-    dtype, deterministic, softcap = getattr(torch, config.dtype), config.context.deterministic, bool(spec.attention_softcap)
-    return {
-        layer: KernelRequest(device, dtype, layer.head_dim, layer.head_dim, layer.window is not None, softcap, deterministic)
-        for layer in dict.fromkeys(spec.layers)
-    }
+    """Returns the same for a run."""
+    return kernel_requests(spec, device, getattr(torch, config.dtype), config.context.deterministic)
+
+
+def prepare_kernels(kernel: str, requests: Mapping[LayerSpec, KernelRequest], tensor: int = 1) -> str:
+    """Returns the names of the kernels of a model's layers. On GPUs it compiles all their variants, so that no rank compiles
+    one in a step, while others wait for its messages. `tensor` ranks share the heads. Raises KernelError.
+    """
+    for layer, request in requests.items():
+        choose_kernel(kernel, request)
+        if request.device == "cuda":
+            heads = layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor
+            compile_variants(kernel, request, heads, window=layer.window is not None)
+    return " and ".join(dict.fromkeys(kernel_name(kernel, request) for request in requests.values()))
+
+
+def prepare_run_kernels(config: Config, spec: ModelSpec, launch: Launch, device: torch.device) -> None:
+    """Does so for a run before its processes join. On a GPU local rank 0 says why the fastest kernel was not chosen."""
+    log = logging.getLogger("longctx.attention.kernels")
+    if launch.local_rank > 0:
+        log.setLevel(logging.ERROR)
+    elif device.type == "cuda" and not log.handlers:
+        log.setLevel(logging.INFO)
+        log.addHandler(logging.StreamHandler())
+    requests = attention_requests(config, spec, device.type)
+    prepare_kernels(config.context.kernel, requests, config.parallel.tensor_parallel_size)
 
 
 def computed_by(config: Config, spec: ModelSpec, device: str) -> str:

@@ -18,7 +18,7 @@ from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.training.build import build_model, make_attention
-from longctx.training.clock import StepClock
+from longctx.training.clock import OPTIMIZER, StepClock
 from longctx.training.objectives.balance import Balance
 from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
 from longctx.training.objectives.objective import StepWeights, token_mean
@@ -77,9 +77,9 @@ class Passes:
         return [self.model(each.tokens, each.positions, each.attention, each.head) for each in every_input]
 
     def end_looking(self) -> None:
-        """Reshards the model and resets the clock after passes without gradients."""
+        """Reshards the model and resets the clock after passes without gradients, but for the time of the optimizer."""
         reshard(self.model)  # otherwise blocks that stay gathered until backward would stay so until the next backward
-        self.clock.take()
+        self.clock.keep(OPTIMIZER)
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Returns this rank's part of the loss in every micro-batch; gradients are summed over the domain."""

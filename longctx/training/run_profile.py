@@ -192,12 +192,12 @@ def model_profile(
 ) -> RunProfile:
     """Returns the profile of a model that transformers' own code runs in another trainer, on `ranks` processes.
 
-    `name` is a shipped profile or a file; None: the default of the device. The exchange has one level, and queries come first.
+    `name` is a shipped profile or a file; None: the default of the device. Queries come first.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     default, name = name is None, name or default_profile(device.type, gpu)
     profile, described = read_described(name)
-    profile, node = replace(profile, exchange_levels=1, query_share=0.0), processes_per_node(ranks)
+    profile, node = replace(profile, exchange_levels=2, query_share=0.0), processes_per_node(ranks)
     if described is None:
         profile = profile if node is None else replace(profile, ranks_per_node=node)
         return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))

@@ -189,7 +189,6 @@ class Trainer:
                 self.optimizer.step()
                 passes.balance.move_biases()
             self.optimizer.zero_grad()
-        ranks["optimizer_s"] += passes.clock.take()[OPTIMIZER]
         self.steps_done = batch.step
         if batch.step % agreement.EVERY == 0:
             agreement.require_same_copies(self.model, batch.step, self.mesh.control)

@@ -70,10 +70,14 @@ class Adapters(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """What split documents send of a token in place of K and V: values, and the parameters that compute K and V of them."""
+    """What split documents send of a token in place of K and V: values, and the parameters that compute K and V of them, whose
+    heads have other sizes than each other.
+    """
 
     values: int
     parameters: int
+    key_dim: int = 0
+    value_dim: int = 0
 
 
 NOT_ROUTED, NOT_ADAPTED, NO_LATENT = Routed(0, 0, 0), Adapters(0, 0), Latent(0, 0)
