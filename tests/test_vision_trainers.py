@@ -24,7 +24,7 @@ from tests.marks import slow_unless
 from tests.test_trainers import assert_equal
 from tests.test_vision_work import FREE, imbalance, operations
 from tests.trainer_cases import PROFILE
-from tests.vision_trainer_cases import MANY_IMAGES, alone, chat, finetune, picture, plan_with_images, sft, train
+from tests.vision_trainer_cases import MANY_IMAGES, alone, chat, finetune, picture, plan_with_images, prefer, sft, train
 from tests.workers import Workers
 
 
@@ -98,6 +98,37 @@ def test_sft_with_the_collator_of_trl(workers: Workers, tmp_path: Path, case: st
     runs = workers.run(finetune, ranks, tmp_path / "ours", model, family, True, options)
     assert_equal(runs, expected)
     assert max(runs[0]["degrees"]) >= 2
+
+
+LORA = {"lora": r".*language_model.*\.(q_proj|v_proj)"}
+SEQUENCES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "DPO": ("DPO", "qwen2_5_vl", 3, {}),
+    "DPO with adapters": ("DPO", "gemma3", 2, LORA),
+    "DPO, of which a rank has only texts": ("DPO", "gemma3", 3, {"texts": True}),
+    "DPO on one": ("DPO", "llava", 1, {}),
+    "KTO, of which ranks have only texts": ("KTO", "qwen2_vl", 3, {"texts": True}),
+    "GRPO with KL": ("GRPO", "llava", 2, {"beta": 0.04}),
+    "GRPO": ("GRPO", "qwen3_vl", 3, {}),
+    "RLOO": ("RLOO", "qwen2_5_vl", 2, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", slow_unless(lambda case: case in ("DPO, of which a rank has only texts", "GRPO with KL"), SEQUENCES)
+)
+def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, case: str) -> None:
+    """Logs, completions included, and weights are those of plain training on as many ranks; rows without images are merged."""
+    kind, family, ranks, options = SEQUENCES[case]
+    model = vision_cases.save_checkpoint(tmp_path / "model", family)
+    theirs = workers.run(prefer, ranks, tmp_path / "plain", model, family, kind, False, options)
+    ours = workers.run(prefer, ranks, tmp_path / "ours", model, family, kind, True, options)
+    assert max(ours[0]["degrees"]) >= min(ranks, 2) and (ours[0]["trees"] > 0) == ("texts" in options)
+    for run, expected in zip(ours, theirs, strict=True):
+        for mine, entry in zip(run["log"][:-1], expected["log"][:-1], strict=True):
+            assert mine.keys() - {"tokens_after_merging"} == entry.keys()
+            for name in (name for name in entry if not name.endswith(("time", "per_second", "flos"))):
+                assert mine[name] == pytest.approx(entry[name], rel=1e-5, abs=1e-5), name
+        assert all(torch.allclose(run["weights"][name], each, rtol=0, atol=1e-6) for name, each in expected["weights"].items())
 
 
 MARKS = [("llava", "<image>"), ("qwen2_vl", "<|image_pad|>"), ("gemma3", "<start_of_image>")]
@@ -243,9 +274,8 @@ def test_pixels_of_two_kinds_are_refused() -> None:
     [
         (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "set trainer.model_accepts_loss_kwargs = True before"),
         (lambda ours: setattr(ours.model.config.vision_config, "attention_dropout", 0.1), "attention_dropout is 0.1"),
-        (lambda ours: as_dpo(ours), "train_dataset has images, but DPOTrainer needs whole sequences.*use SFTTrainer"),
     ],
-    ids=["mean of means", "dropout of the encoder", "DPO"],
+    ids=["mean of means", "dropout of the encoder"],
 )
 def test_settings_that_are_refused(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
     ours = alone(tmp_path, "llava")
@@ -259,14 +289,6 @@ def test_an_encoder_without_gradients_is_refused_if_ddp_waits_for_them(tmp_path:
     monkeypatch.setattr(type(ours.args), "world_size", 2)
     with pytest.raises(TrainerError, match="ddp_find_unused_parameters is off, but documents without images"):
         dynamic_context_parallel(ours, tokens_per_rank=90, profile=PROFILE)
-
-
-def as_dpo(ours: Any) -> None:
-    import datasets
-    from trl import DPOTrainer
-
-    ours.__class__ = type("DPOTrainer", (DPOTrainer,), {"__module__": "trl.trainer.dpo_trainer"})
-    ours.train_dataset = datasets.Dataset.from_dict({"images": [[0]], "prompt": [""]})
 
 
 def test_the_model_generates_from_images_with_its_own_attention(tmp_path: Path) -> None:

@@ -273,3 +273,62 @@ def finetune(folder: Path, model: Path, family: str, dynamic: bool, options: dic
         dynamic_context_parallel(trainer, tokens_per_rank=240 if ranks == 1 else 128, profile=PROFILE)
     trainer.train()
     return report(trainer)
+
+
+def prefer(folder: Path, model: Path, family: str, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains on images with one of TRL's trainers that need whole sequences."""
+    import trl
+    from peft import LoraConfig
+
+    from longctx.trainers import dynamic_context_parallel
+
+    ranks, options = as_rank(), dict(options)
+    targets, texts = options.pop("lora", None), options.pop("texts", False)
+    adapters = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM") if targets else None
+    given = arguments(folder, ranks, 1, max_steps=2, eval_strategy="no", optim="sgd", learning_rate=0.05, max_grad_norm=0.0)
+    given |= {"per_device_train_batch_size": 4, "include_num_input_tokens_seen": "no", "lr_scheduler_type": "constant"}
+    given["train_sampling_strategy"] = "sequential"
+    del given["remove_unused_columns"]
+    more: dict[str, Any] = {}
+    if kind in ("GRPO", "RLOO"):
+        given |= {"num_generations": 2, "max_completion_length": 8}
+        more["reward_funcs"] = lambda completions, **_: [float(len(set(each[0]["content"]))) for each in completions]
+    else:
+        given["max_length"] = None
+    reads = processor(model, family)
+    reads.tokenizer.padding_side = "left"  # as Qwen's; GRPO takes it for given
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=str(model),
+        args=getattr(trl, f"{kind}Config")(**{**given, "model_init_kwargs": {"dtype": "float32"}, **options}),
+        train_dataset=preferences(kind, 8 * ranks, texts),
+        processing_class=reads,
+        peft_config=adapters,
+        **more,
+    )
+    if dynamic:
+        dynamic_context_parallel(trainer, tokens_per_rank=240 if ranks == 1 else 80, profile=PROFILE)
+    trainer.train()
+    return report(trainer)
+
+
+def preferences(kind: str, count: int, texts: bool) -> Any:
+    """Returns prompts with one and two images, with `texts` four and four also without, and the completions that a trainer of
+    this kind needs."""
+    import datasets
+
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        shown = (number % 3 if number // 4 % 2 else 0) if texts else 1 + number % 2
+        images = [picture(10 * number + k, 24 + 8 * (number % 4), 24 + 16 * k) for k in range(shown)]
+        (prompt, answer), other = (
+            chat("What is this? " * (1 + number % 3), "It is. " * (1 + number % 4)),
+            chat("", "No." * (number % 5)),
+        )
+        rows.append({"images": images, "prompt": [prompt]})
+        if kind == "DPO":
+            rows[-1] |= {"chosen": [answer], "rejected": other[1:]}
+        if kind == "KTO":
+            rows[-1] |= {"completion": [answer], "label": bool(number % 2)}
+    kinds = {name: datasets.Dataset.from_list([{name: row[name]} for row in rows]).features[name] for name in rows[0]}
+    features = datasets.Features(kinds | {"images": datasets.List(datasets.Image())})
+    return datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]}, features=features)

@@ -125,6 +125,10 @@ def _replace_parts(trainer: Any, sharing: Sharing, whole: bool, merge_prefixes: 
         sharing.noise = Noise(trainer)
         undo.enter_context(sharing.noise.used_by(models[0]))
     merged = _recorder(trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
+    if is_vision(models[0]) and not whole:
+        sharing.vision = models[0]
+        for model in models:
+            undo.enter_context(replaced_method(model, "forward", reading_images))
     if needs_sequences(trainer):
         for model in models:
             undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
@@ -142,9 +146,6 @@ def _replace_parts(trainer: Any, sharing: Sharing, whole: bool, merge_prefixes: 
         sharing.seq2seq = models[0]
         if trainer.is_fsdp_enabled:
             undo.enter_context(sharded_with_head(models[0]))
-    if is_vision(models[0]):
-        sharing.vision = models[0]
-        undo.enter_context(replaced_method(models[0], "forward", reading_images))
 
 
 def restore(trainer: Any) -> None:

@@ -1,7 +1,7 @@
 """The trainers of TRL whose loss needs whole sequences: DPO, GRPO, RLOO and KTO.
 
-All of them call `model(input_ids=.., attention_mask=.., labels=.., fused_lm_head=True)` and read values per token, of shape
-[rows, tokens - 1]. This call is planned.
+All of them call `model(input_ids=.., attention_mask=.., labels=.., fused_lm_head=True)`, with images if rows have some, and read
+values per token, of shape [rows, tokens - 1]. This call is planned.
 """
 
 import functools
@@ -13,6 +13,7 @@ import torch
 
 from longctx.data.packing import MicroBatch
 from longctx.trainers.documents import rows_of
+from longctx.trainers.images import fields_of_images
 from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.refusals import TrainerError
 
@@ -35,12 +36,13 @@ class PlannedHead(PlannedCall):
         """Returns the head's output for this rank's rows. Collective."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        if unknown := sorted(
-            name for name, value in others.items() if value is not None and name not in ("use_cache", "fused_lm_head")
-        ):
+        vision = self.sharing.vision
+        images = {name: others.get(name) for name in (() if vision is None else fields_of_images(vision))}
+        known = {"use_cache", "fused_lm_head", *images}
+        if unknown := sorted(name for name, value in others.items() if value is not None and name not in known):
             raise TrainerError(f"the trainer passes {', '.join(unknown)} to its model, which splitting sequences would lose")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        rows = rows_of({"input_ids": input_ids, "attention_mask": mask, "labels": labels})
+        rows = rows_of({"input_ids": input_ids, "attention_mask": mask, "labels": labels, **images}, vision)
         if any(len(row) != 1 for row in rows):
             raise TrainerError("a row of the trainer's batch has no token: every row must have one sequence")
         names: list[str] = []

@@ -4,7 +4,8 @@ The rows of all ranks are shared like documents of a step, every rank runs its m
 whose rows they are of. Each rank computes its own loss from them, and DDP or FSDP averages the gradients, as before. A call is
 balanced, not a step.
 
-Rows of a rank that begin alike, such as the completions of a prompt, become trees, which are computed once.
+Rows of a rank that begin alike, such as the completions of a prompt, become trees, which are computed once, unless some have
+images.
 """
 
 import functools
@@ -61,7 +62,7 @@ class PlannedCall:
 
     def _merged(self, rows: list[Document]) -> tuple[list[Document], torch.Tensor | None]:
         """Returns the documents of a batch, and the rows there of its tokens; None if each row is a document."""
-        if self.merged is None:
+        if self.merged is None or any(row.images is not None for row in rows):
             return rows, None
         together = merge_prefixes(
             [row.tokens for row in rows],

@@ -135,19 +135,14 @@ def _trainer_problems(trainer: Any, whole: bool) -> Iterator[str]:
     model = prepared_part(trainer, trainer.model)
     if trainer.compute_loss_func is not None and not whole:
         yield "compute_loss_func sees only this rank's tokens: omit it, or use transformers.Trainer with a model of text alone"
-    if not trainer.model_accepts_loss_kwargs and is_vision(model):
+    sums = trainer.model_accepts_loss_kwargs or whole or needs_sequences(trainer)
+    if not sums and is_vision(model):
         yield (
             f"{type(model).__name__} has accepts_loss_kwargs=False, with which the loss is a mean of the means of batches: set "
             "trainer.model_accepts_loss_kwargs = True before, for the mean over the tokens of a step"
         )
-    elif not trainer.model_accepts_loss_kwargs and not predicts_masked(model) and not whole:
+    elif not sums and not predicts_masked(model):
         yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
-    images = {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ())
-    if images and needs_sequences(trainer):
-        yield (
-            f"train_dataset has {' and '.join(sorted(images))}, but {name} needs whole sequences, whose images cannot travel: "
-            f"use {', '.join(OF_TOKENS)}, or remove the column"
-        )
     if balances(trainer) and (whole or needs_sequences(trainer) or is_vision(model)):
         yield (
             "the auxiliary loss of routers is computed for whole steps of models of text alone: set router_aux_loss_coef=0.0 "
