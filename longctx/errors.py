@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Callable, Iterable
 
 LONGEST_MESSAGE = 3500
 """Characters of a printed message; longer ones lose their middle."""
@@ -12,6 +13,20 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         return shortened(super().__str__(), LONGEST_MESSAGE)
+
+
+def raise_together(checks: Iterable[Callable[[], object]]) -> None:
+    """Runs checks that do not need each other. Raises the UserError of the one that fails, or one error of all that fail."""
+    found = list[UserError]()
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found.append(error)
+    if len(found) > 1:
+        raise UserError("\n".join([f"{len(found)} problems:", *(f"  {error}" for error in found)]))
+    if found:
+        raise found[0]
 
 
 def install(extra: str) -> str:

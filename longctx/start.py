@@ -3,6 +3,7 @@
 import math
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from longctx.config import Config, check
-from longctx.errors import UserError
+from longctx.errors import UserError, raise_together
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
 from longctx.parallel.environment import Launch
@@ -22,7 +23,7 @@ from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import join_run, prepare_run_kernels
-from longctx.training.checks import changes_of_optimizer, check_export, check_groups, check_model, check_vocabulary
+from longctx.training.checks import changes_of_optimizer, check_export, checks_of
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import state_bytes
@@ -113,7 +114,6 @@ def prepare(
     if continued is not None and config.train.epochs is not None:
         rule = "the steps of both runs are counted: set train.steps instead"
         raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
-    check_wandb(config.log.wandb)
     run = Run.open(config)
     config = run.config
     _check(run)
@@ -138,19 +138,20 @@ def prepare(
 
 
 def _check(run: Run) -> None:
-    """Checks device, kernels, model and, where no setting may change any more, memory. Raises UserError."""
-    config, spec = run.config, run.source.spec
-    if run.source.files is not None:
-        run.source.files.require_weights()
-    if config.train.float8 is not None:
-        check_float8(run.device)
-    prepare_run_kernels(config, spec, run.launch, run.device)
-    check_vocabulary(config, spec)
-    check_model(config, run.data, run.source, run.launch.world_size)
-    check_groups(config, run.source)
+    """Checks the device, kernels, model and, if no setting may change any more, memory. Raises UserError."""
+    config, spec, ranks = run.config, run.source.spec, run.launch.world_size
+    files = run.source.files
+    checks: list[Callable[[], object]] = [
+        partial(check_wandb, config.log.wandb),
+        *([] if files is None else [files.require_weights]),
+        *([] if config.train.float8 is None else [partial(check_float8, run.device)]),
+        partial(prepare_run_kernels, config, spec, run.launch, run.device),
+        *checks_of(config, run.data, run.source, ranks),
+    ]
     if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)
-        refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
+        checks.append(partial(refuse_too_large, spec, config, run.data.store, ranks, available, fused=run.on_gpu))
+    raise_together(checks)
 
 
 def _checkpoint_bytes(run: Run) -> int:

@@ -437,5 +437,10 @@ def test_dry_run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
     assert "set it to 16, or model.vocab_size to 288" in refusal(capsys, *arguments, *wide, "--gpus", "32")
     assert "more than 1024 times" in refusal(capsys, *arguments, "--gpus=2", "--batch.global_tokens=10000000000")
+    alone = ["--optimizer.groups=[{match: nowhere}]"]
+    assert "error: optimizer.groups has match nowhere" in refusal(capsys, *arguments, *alone, "--gpus=2")
+    for where in (["--gpus=32"], [f"--lengths={store}", "--model.vocab_size=257", "--gpus=32"]):
+        several = refusal(capsys, *arguments, *wide, *alone, *where)
+        assert "error: 2 problems:\n  parallel.tensor_parallel_size is 32" in several and "\n  optimizer.groups has" in several
     assert "--processes is 0" in refusal(capsys, *arguments, "--processes", "0")
     assert "--gpus requires --dry-run" in refusal(capsys, f"--data.store={store}", "--gpus", "4")

@@ -14,13 +14,13 @@ from longctx.config import Config
 from longctx.data.sampler import Sampler
 from longctx.data.store.lengths import Lengths
 from longctx.data.store.store import Store
-from longctx.errors import UserError
+from longctx.errors import UserError, raise_together
 from longctx.hf.source import lines_on
 from longctx.memory.advisor import verdict
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.device import assumed, choose_device
-from longctx.training.checks import check_model, check_vocabulary
+from longctx.training.checks import checks_of
 from longctx.training.data import RunData, StepPlans, mix_lines, plan_steps, steps_of_epochs, steps_of_run, with_steps
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes, format_count
@@ -62,11 +62,7 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     store, source, config = data.store, config.model_source(data.vocab_size), with_steps(config, data.store, ranks)
     spec, pretrained = source.spec, config.model.from_pretrained
     unset = "refused" if store.partly_trained.any() else "split"
-    check_vocabulary(config, spec)
-    if lengths is None:
-        check_model(config, data, source, ranks)
-    else:
-        source.check_length(min(config.max_length(ranks), data.longest))
+    raise_together(checks_of(config, data, source, ranks))
     print(
         f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
         f"model      {format_count(spec.parameters)} parameters, "

@@ -14,7 +14,7 @@ from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.reading import Values
 from longctx.config.settings import LORA_RATE
-from longctx.errors import UserError, shell
+from longctx.errors import UserError, raise_together, shell
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
 
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.store.store import Store
-    from longctx.training.checks import check_model
+    from longctx.training.checks import checks_of
     from longctx.training.data import RunData
 
     ranks, out = _checked(arguments), _out(arguments)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     defaults = _defaults(arguments, chosen, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
     data = RunData.open(config)
-    check_model(config, data, config.model_source(data.vocab_size), ranks)
+    raise_together(checks_of(config, data, config.model_source(data.vocab_size), ranks))
     settings = out / "finetune.yaml"
     settings.write_text(config.to_yaml(), "utf-8")
     if arguments.dry_run:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from longctx.commands.output import check_writable, said_once
 from longctx.config import load, overview
+from longctx.errors import raise_together
 
 if TYPE_CHECKING:
     from longctx.comparison.measured import MeasuredComparison
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredComparison":
     from longctx.comparison.measured import train_in_turn
     from longctx.training.build import join_run
-    from longctx.training.checks import check_model
+    from longctx.training.checks import checks_of
     from longctx.training.run import Run
     from longctx.training.run_profile import run_profile
 
@@ -64,7 +65,7 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
     run = Run.open(config)
     store = run.data.store
-    check_model(config, run.data, run.source, launch.world_size)
+    raise_together(checks_of(config, run.data, run.source, launch.world_size))
     groups = join_run(config, launch, run.device)
     if show:
         print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)

@@ -1,5 +1,7 @@
 """Checks of a run across settings, stores and model, before its processes join."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from longctx.config.rules import leaves_rank_empty
 from longctx.data.records.new_tokens import added_tokens, without_added
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.tokenizer import TokenizerError, same_tokens
+from longctx.data.store.lengths import Lengths
 from longctx.data.store.manifest import TOKENIZER
 from longctx.data.store.store import Store
 from longctx.errors import UserError, shell
@@ -36,8 +39,18 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
-    """Raises UserError if tokens of a store have weights, and what is trained has none for them."""
+def checks_of(config: Config, data: RunData, source: ModelSource, ranks: int) -> list[Callable[[], object]]:
+    """Returns the checks of a run that need neither its device nor its folder, for `raise_together`."""
+    return [
+        partial(check_vocabulary, config, source.spec),
+        partial(check_model, config, data, source, ranks),
+        partial(check_groups, config, source),
+        partial(check_exportable, config),
+    ]
+
+
+def _check_weights(config: Config, data: RunData) -> None:
+    """Raises UserError if tokens of a store have weights, and documents are merged, which might differ in them."""
     for key, store in (("data.store", data.store), ("eval.store", data.validation)):
         if store is None or not store.weighted:
             continue
@@ -51,11 +64,11 @@ def _check_weights(config: Config, data: RunData, source: ModelSource) -> None:
 def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
     """Raises UserError if the model does not fit the stores.
 
-    Documents are too long; or a checkpoint has another tokenizer.
+    Documents are too long; or a checkpoint has another tokenizer. `Lengths` in place of a store have no tokens to check.
     """
-    if config.model.from_pretrained is not None:
+    if config.model.from_pretrained is not None and not isinstance(data.store, Lengths):
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
-    _check_weights(config, data, source)
+    _check_weights(config, data)
     source.check_length(min(config.max_length(ranks), data.longest))
 
 
@@ -115,11 +128,17 @@ def _own_tokenizer(folder: Path) -> str | None:
 
 
 def check_export(config: Config, resumed: Checkpoint | None) -> None:
-    """Raises UserError for settings with which the export at the end of the run would fail."""
+    """Raises UserError if the export at the end of the run would find no place."""
     out = config.checkpoint.export
     if out is None or (resumed is not None and resumed.step >= config.train.steps):
         return
     check_place(out, overwrite=resumed is not None and out.is_relative_to(config.train.run_dir))  # of this run, before
+
+
+def check_exportable(config: Config) -> None:
+    """Raises UserError if `checkpoint.export` is set, and no export can hold what is trained."""
+    if config.checkpoint.export is None:
+        return
     if config.lora.rank is not None and config.model.changed_rope:
         raise UserError(
             "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): give checkpoint.export null, "
