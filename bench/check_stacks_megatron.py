@@ -1,6 +1,6 @@
-"""megatron-core on a CPU, for `bench.check_stacks`: its model, masks of packed rows, schedule, DistributedDataParallel and loss scaling.
+"""megatron-core on a CPU, for `bench.check_stacks`: model, masks of packed rows, schedule, data parallelism, loss scaling.
 
-Rows, their order and the sum over a loss mask, which megatron-core leaves to a training script, are as in Megatron-LM's `pretrain_gpt.py`.
+Rows, and sums over a loss mask, which megatron-core leaves to training scripts, are as in Megatron-LM's `pretrain_gpt.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,12 @@ def built(probe: Probe, per_token: bool) -> tuple[Any, Any, torch.nn.Module]:
     llama = probe.model("llama")
     given = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8}
     given |= {"ffn_hidden_size": 48, "gated_linear_unit": True, "activation_func": F.silu, "normalization": "RMSNorm"}
-    given |= {"add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "layernorm_epsilon": llama.config.rms_norm_eps}
+    given |= {
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "layernorm_epsilon": llama.config.rms_norm_eps,
+    }
     given |= {"use_cpu_initialization": True, "masked_softmax_fusion": False, "calculate_per_token_loss": per_token}
     config = TransformerConfig(**given)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -64,7 +69,7 @@ def built(probe: Probe, per_token: bool) -> tuple[Any, Any, torch.nn.Module]:
     weights = {name: weight.detach() for name, weight in llama.named_parameters()}
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(torch.cat([weights[theirs] [rows] for theirs, rows in parts(name)]))
+            weight.copy_(torch.cat([weights[theirs][rows] for theirs, rows in parts(name)]))
     return model, config, reference_of(llama)
 
 
@@ -83,7 +88,9 @@ def parts(name: str) -> list[tuple[str, slice]]:
         found = [(f"mlp.{each}_proj", every) for each in ("gate", "up")]
     elif kind == "self_attention.linear_qkv":  # group after group: two heads of queries, keys, values
         heads = [(("q", 16), ("k", 8), ("v", 8))] * 2
-        found = [(f"self_attn.{each}_proj", slice(n * size, (n + 1) * size)) for n, group in enumerate(heads) for each, size in group]
+        found = [
+            (f"self_attn.{each}_proj", slice(n * size, (n + 1) * size)) for n, group in enumerate(heads) for each, size in group
+        ]
     else:
         found = [(OF_LAYERS[kind], every)]
     return [(f"model.layers.{layer}.{each}.weight", rows) for each, rows in found]
@@ -127,15 +134,15 @@ def megatron(per_token: bool = True, **masks: bool) -> Callable[[Probe], Step]:
 
             return output, loss
 
-        with OnCpu(), patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
-            with patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()):
-                plain, config, reference = built(probe, per_token)
-                model = DistributedDataParallel(config, DistributedDataParallelConfig(), plain)
-                config.finalize_model_grads_func = finalize_model_grads
-                rows = stream(probe)[dist.get_rank() :: dist.get_world_size()]
-                model.zero_grad_buffer()
-                step = {"num_microbatches": len(rows), "seq_length": LENGTH, "micro_batch_size": 1}
-                get_forward_backward_func()(forward_step_func=forward_step, data_iterator=iter(rows), model=[model], **step)
+        of_cpu = patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        with OnCpu(), of_cpu, patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()):
+            plain, config, reference = built(probe, per_token)
+            model = DistributedDataParallel(config, DistributedDataParallelConfig(), plain)
+            config.finalize_model_grads_func = finalize_model_grads
+            rows = stream(probe)[dist.get_rank() :: dist.get_world_size()]
+            model.zero_grad_buffer()
+            step = {"num_microbatches": len(rows), "seq_length": LENGTH, "micro_batch_size": 1}
+            get_forward_backward_func()(forward_step_func=forward_step, data_iterator=iter(rows), model=[model], **step)
         return Step(reference, gradients_of(model, reference), calls)
 
     return make

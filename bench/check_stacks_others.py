@@ -1,7 +1,13 @@
 """Public trainers that need an environment of their own, for `python -m bench.check_stacks --stack NAME`.
 
-Each stack's own command is run on a small model, a tokenizer and a file of conversations, up to the moment when it would train: it reads
-and packs the data, and builds its trainer; the check takes the step with this trainer. `NEEDS` has what to install beside torch.
+A stack's own command gets a small model, a tokenizer and a file of conversations, until it would train: the stack
+reads and packs them, and builds the trainer that makes the step. Environments are Python 3.11, `pip install --constraint
+constraints.txt torch`, and what each stack's wheel asks for but libraries of CUDA:
+
+llamafactory     transformers 5.6.0, accelerate 1.11.0, datasets 4.0.0, peft 0.18.1, trl 0.24.0; torchaudio has no build for it
+axolotl          transformers 5.16.1, accelerate 1.13.0, datasets 4.8.4, peft 0.20.0, trl 1.9.0, bitsandbytes, fastcore, triton
+swift            ms-swift 4.6.0 with all that it asks for
+megatron         megatron-core 0.16.1, transformers
 """
 
 import contextlib
@@ -19,16 +25,14 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from bench.check_stacks_megatron import megatron
 from bench.check_stacks import Make, ranks, tokenizer
+from bench.check_stacks_megatron import megatron
 from longctx.check import Probe
 from longctx.check.probe import END
 from longctx.check.trainer import arguments
 
 LENGTHS = (50, 44, 37, 29, 23, 18, 13, 11, 9, 7, 5, 3)
 """Of documents that fill four rows of 64 tokens, in the order in which each goes to the first row with room for it."""
-DOCUMENTS = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
-WINDOW = {"sliding_window": 16}
 TALKS = (
     Probe("conversations", LENGTHS, prompt=0.4),
     Probe("two micro-batches", LENGTHS, prompt=0.4, micro_batches=2),
@@ -75,7 +79,10 @@ def saved(probe: Probe, kind: str = "qwen3", **sizes: Any) -> Path:
         words, cut = [f"<{token}>" for token in ids if token != END], int(probe.prompt * len(ids))
         talks.append({"instruction": " ".join(words[:cut]), "input": "", "output": " ".join(words[cut:])})
     (folder / "talks.json").write_text(json.dumps(talks))
-    parts = [[{"label": bool(name == "output"), "text": talk[name]} for name in ("instruction", "output") if talk[name]] for talk in talks]
+    parts = [
+        [{"label": bool(name == "output"), "text": talk[name]} for name in ("instruction", "output") if talk[name]]
+        for talk in talks
+    ]
     (folder / "segments.json").write_text(json.dumps([{"segments": each} for each in parts]))
     if dist.is_initialized():
         dist.barrier()
@@ -110,7 +117,13 @@ def llamafactory(model: Any = ("qwen3", {}), **more: Any) -> Make:
         (folder / "dataset_info.json").write_text(json.dumps({"talks": {"file_name": "talks.json"}}))
         given = arguments(**rows_of(probe, 4 if more.get("packing") else 12)) | {"max_steps": 1, "report_to": "none"}
         given |= {"stage": "sft", "do_train": True, "finetuning_type": "full", "model_name_or_path": str(folder)}
-        given |= {"dataset": "talks", "dataset_dir": str(folder), "template": "empty", "cutoff_len": 64, "overwrite_cache": True}
+        given |= {
+            "dataset": "talks",
+            "dataset_dir": str(folder),
+            "template": "empty",
+            "cutoff_len": 64,
+            "overwrite_cache": True,
+        }
         given |= {"disable_gradient_checkpointing": True, "train_on_prompt": not probe.prompt}
         return trainer_of(lambda: run_exp(given | more))
 
@@ -132,7 +145,14 @@ def axolotl(model: Any = ("qwen3", {}), **more: Any) -> Make:
         given |= {"datasets": [{"path": str(folder / "segments.json"), "ds_type": "json", "type": "input_output"}]}
         given |= {"micro_batch_size": sizes["per_device_train_batch_size"], "max_steps": 1, "optimizer": "adamw_torch"}
         given |= {"gradient_accumulation_steps": probe.micro_batches, "dataset_prepared_path": str(folder / "prepared")}
-        given |= {"bf16": False, "fp16": False, "tf32": False, "save_strategy": "no", "dataset_num_proc": 1, "pad_to_sequence_len": False}
+        given |= {
+            "bf16": False,
+            "fp16": False,
+            "tf32": False,
+            "save_strategy": "no",
+            "dataset_num_proc": 1,
+            "pad_to_sequence_len": False,
+        }
         given |= {"attn_implementation": "sdpa", "special_tokens": {"pad_token": f"<{probe.pad}>"}}
         given |= {"curriculum_sampling": True}
         return trainer_of(lambda: do_train(load_cfg(DictDefault(given | more)), TrainerCliArgs()))
@@ -152,10 +172,24 @@ def swift(model: Any = ("qwen3", {}), **more: Any) -> Make:
             self.padding_free = self.padding_free or self.packing
 
         folder = saved(probe, model[0], **model[1])
-        given = arguments(**rows_of(probe, 4 if more.get("packing") else 12)) | {"model": folder, "model_type": model[0]}
-        given |= {"template": "dummy", "dataset": folder / "talks.json", "max_length": 64, "tuner_type": "full", "torch_dtype": "float32"}
+        rows = (4 if more.get("packing") else 12) * more.get("sequence_parallel_size", 1)
+        given = arguments(**rows_of(probe, rows)) | {"model": folder, "model_type": model[0]}
+        given |= {
+            "template": "dummy",
+            "dataset": folder / "talks.json",
+            "max_length": 64,
+            "tuner_type": "full",
+            "torch_dtype": "float32",
+        }
         given |= {"loss_scale": "default" if probe.prompt else "all", "attn_impl": "sdpa", "gradient_checkpointing": False}
-        given |= {"fp16": False, "report_to": "none", "dataset_num_proc": 1, "split_dataset_ratio": 0, "load_from_cache_file": False, "check_model": False} | more
+        given |= {
+            "fp16": False,
+            "report_to": "none",
+            "dataset_num_proc": 1,
+            "split_dataset_ratio": 0,
+            "load_from_cache_file": False,
+            "check_model": False,
+        } | more
         given.pop("disable_tqdm")
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         with patch.object(SftArguments, "_check_padding_free", padding_free):
@@ -164,60 +198,41 @@ def swift(model: Any = ("qwen3", {}), **more: Any) -> Make:
     return make
 
 
-def accelerate(packed: bool = False) -> Make:
-    """Context parallelism of accelerate in Trainer: its ring attention, rows split over two ranks."""
-
-    def make(probe: Probe) -> Any:
-        from accelerate import ParallelismConfig
-        from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
-
-        given = {"per_device_train_batch_size": 12 // probe.micro_batches, "gradient_accumulation_steps": probe.micro_batches}
-        os.environ["FSDP_VERSION"] = "2"
-        given |= {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": ParallelismConfig(cp_size=ranks())}
-        collate = DataCollatorWithFlattening() if packed else DataCollatorForSeq2Seq(tokenizer(probe), pad_to_multiple_of=2 * ranks())
-        return Trainer(probe.model("qwen3"), TrainingArguments(**arguments(**given)), collate, probe.rows)
-
-    return make
-
-
+PACKAGES = {"llamafactory": ("accelerate", "trl", "llamafactory"), "axolotl": ("accelerate", "trl", "axolotl")}
+PACKAGES |= {"swift": ("accelerate", "trl", "ms-swift"), "megatron": ("megatron-core",)}
+PROBES_OF = {"llamafactory": TALKS, "axolotl": TALKS, "swift": WITH_ENDS, "megatron": WITH_ENDS[2:]}
+NEAT = {"packing": True, "neat_packing": True}
+WINDOWS = ("mistral", {"sliding_window": 16})
+GEMMA, GPT_OSS = ("gemma3_text", WINDOWS[1]), ("gpt_oss", WINDOWS[1])
+DOCUMENTS = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
 OTHERS: dict[str, dict[str, Make]] = {
-    "megatron": {
-        "megatron-core, `calculate_per_token_loss`, all masks of documents": megatron(**DOCUMENTS),
-        "megatron-core, without `calculate_per_token_loss`": megatron(False, **DOCUMENTS),
-        "megatron-core, without `eod_mask_loss`": megatron(**DOCUMENTS | {"eod_mask_loss": False}),
-        "megatron-core, without masks of documents": megatron(),
+    "llamafactory": {
+        "LLaMA-Factory, padded": llamafactory(),
+        "LLaMA-Factory, padded, Mistral with windows": llamafactory(WINDOWS),
+        "LLaMA-Factory, `packing`": llamafactory(packing=True),
+        "LLaMA-Factory, `neat_packing`": llamafactory(**NEAT),
+        "LLaMA-Factory, `neat_packing`, Mistral with windows": llamafactory(WINDOWS, **NEAT),
+        "LLaMA-Factory, `neat_packing`, Gemma 3": llamafactory(GEMMA, **NEAT),
     },
-    "accelerate": {
-        "accelerate's context parallelism, padded": accelerate(),
-        "accelerate's context parallelism, flattened": accelerate(True),
+    "axolotl": {
+        "Axolotl, padded": axolotl(),
+        "Axolotl, `sample_packing`, SDPA": axolotl(sample_packing=True),
+        "Axolotl, `sample_packing`, SDPA, Mistral with windows": axolotl(WINDOWS, sample_packing=True),
+        "Axolotl, `sample_packing`, eager, gpt-oss": axolotl(GPT_OSS, sample_packing=True, attn_implementation="eager"),
     },
     "swift": {
         "ms-swift, padded": swift(),
         "ms-swift, `packing`": swift(packing=True),
         "ms-swift, `padding_free`": swift(padding_free=True),
-        "ms-swift, Ulysses": swift(sequence_parallel_size=2),
-        "ms-swift, Ulysses, `padding_free`": swift(sequence_parallel_size=2, padding_free=True),
-        "ms-swift, `loss_scale`": swift(loss_scale="last_round"),
+        "ms-swift, `padding_free`, Mistral with windows": swift(WINDOWS, padding_free=True),
+        **({"ms-swift, `sequence_parallel_size=2`": swift(sequence_parallel_size=2)} if ranks() > 1 else {}),
     },
-    "axolotl": {
-        "Axolotl, padded": axolotl(),
-        "Axolotl, `sample_packing`, SDPA": axolotl(sample_packing=True),
-        "Axolotl, `sample_packing`, eager": axolotl(sample_packing=True, attn_implementation="eager"),
-        "Axolotl, padded, Mistral's windows": axolotl(("mistral", WINDOW)),
-        "Axolotl, `sample_packing`, SDPA, Mistral's windows": axolotl(("mistral", WINDOW), sample_packing=True),
-        "Axolotl, `sample_packing`, SDPA, Gemma 3": axolotl(("gemma3_text", WINDOW), sample_packing=True),
-        "Axolotl, `sample_packing`, eager, gpt-oss": axolotl(("gpt_oss", WINDOW), sample_packing=True, attn_implementation="eager"),
-        "Axolotl, `sample_packing`, SDPA, LoRA": axolotl(sample_packing=True, adapter="lora", lora_r=4, lora_alpha=8, lora_dropout=0.0, lora_target_linear=True),
-    },
-    "llamafactory": {
-        "LLaMA-Factory, padded": llamafactory(),
-        "LLaMA-Factory, `packing`": llamafactory(packing=True),
-        "LLaMA-Factory, `neat_packing`": llamafactory(packing=True, neat_packing=True),
-        "LLaMA-Factory, `neat_packing`, Mistral's windows": llamafactory(("mistral", WINDOW), packing=True, neat_packing=True),
-        "LLaMA-Factory, `neat_packing`, Gemma 3": llamafactory(("gemma3_text", WINDOW), packing=True, neat_packing=True),
-        "LLaMA-Factory, `neat_packing`, gpt-oss": llamafactory(
-            ("gpt_oss", WINDOW), packing=True, neat_packing=True, flash_attn="disabled"
+    "megatron": {
+        "megatron-core, `calculate_per_token_loss`, masks of documents": megatron(**DOCUMENTS),
+        "megatron-core, masks of documents": megatron(False, **DOCUMENTS),
+        "megatron-core, `calculate_per_token_loss`, masks of documents but `eod_mask_loss`": megatron(
+            **DOCUMENTS | {"eod_mask_loss": False}
         ),
-        "LLaMA-Factory, padded, Mistral's windows": llamafactory(("mistral", WINDOW)),
+        "megatron-core, `calculate_per_token_loss`": megatron(),
     },
 }
