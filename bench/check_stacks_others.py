@@ -132,7 +132,7 @@ def llamafactory(model: Any = ("qwen3", {}), **more: Any) -> Make:
 
 def axolotl(model: Any = ("qwen3", {}), **more: Any) -> Make:
     def make(probe: Probe) -> Any:
-        os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
+        os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"}  # else accelerate sees one process
         from axolotl.cli.args import TrainerCliArgs
         from axolotl.cli.config import load_cfg
         from axolotl.cli.train import do_train
@@ -145,17 +145,17 @@ def axolotl(model: Any = ("qwen3", {}), **more: Any) -> Make:
         given |= {"datasets": [{"path": str(folder / "segments.json"), "ds_type": "json", "type": "input_output"}]}
         given |= {"micro_batch_size": sizes["per_device_train_batch_size"], "max_steps": 1, "optimizer": "adamw_torch"}
         given |= {"gradient_accumulation_steps": probe.micro_batches, "dataset_prepared_path": str(folder / "prepared")}
-        given |= {
-            "bf16": False,
-            "fp16": False,
-            "tf32": False,
-            "save_strategy": "no",
-            "dataset_num_proc": 1,
-            "pad_to_sequence_len": False,
-        }
+        given |= dict.fromkeys(("bf16", "fp16", "tf32", "pad_to_sequence_len"), False)
+        given |= {"save_strategy": "no", "dataset_num_proc": 1}
         given |= {"attn_implementation": "sdpa", "special_tokens": {"pad_token": f"<{probe.pad}>"}}
-        given |= {"curriculum_sampling": True}
-        return trainer_of(lambda: do_train(load_cfg(DictDefault(given | more)), TrainerCliArgs()))
+        given |= {"curriculum_sampling": True, "ddp_backend": "gloo"}
+
+        def run() -> None:
+            chosen = load_cfg(DictDefault(given | more))
+            chosen.device_map = {"": "cpu"}  # else a GPU for each rank
+            do_train(chosen, TrainerCliArgs())
+
+        return trainer_of(run)
 
     return make
 
