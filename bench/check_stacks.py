@@ -2,13 +2,19 @@
 
 python -m bench.check_stacks                                                # one process
 torchrun --standalone --nproc-per-node 2 -m bench.check_stacks              # two
+python -m bench.check_stacks --stack axolotl                               # with an environment of bench/check_stacks_others.py
 
-Prints a row of a table for each set-up: its faults on four probes, in words.
+Writes a row of bench/results/check_stacks.md for each set-up: its faults on each probe, in words.
 """
 
+import argparse
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from longctx.check import PROBES, CheckError, Probe, check_step
@@ -123,27 +129,49 @@ STACKS: dict[str, Make] = {
 }
 
 
-def main() -> None:
-    import accelerate
-    import torch
-    import transformers
-    import trl
+RESULTS = Path(__file__).parent / "results" / "check_stacks.md"
 
-    first = os.environ.get("RANK", "0") == "0"
-    versions = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "trl": trl}
-    names = ", ".join(f"{name} {module.__version__.partition('+')[0]}" for name, module in versions.items())
-    rows = [f"{ranks()} process{'es' * (ranks() > 1)}: {names}", "", "| set-up | verdict |", "|---|---|"]
-    for name, make in STACKS.items():
-        try:
-            verdicts = check_step(make, ASKED, ["prompts are trained"] if "LanguageModeling" in name else ()).verdicts
-            found = [(verdict.probe.name, each.kind) for verdict in verdicts for each in verdict.findings]
-            kinds = {kind: [probe for probe, other in found if other == kind] for _, kind in found}
-            where = {kind: f" ({', '.join(probes)})" if len(probes) < len(ASKED) else "" for kind, probes in kinds.items()}
-            rows.append(f"| {name} | {'; '.join(f'{kind}{where[kind]}' for kind in kinds) or 'right'} |")
-        except (CheckError, ValueError) as error:
-            rows.append(f"| {name} | refused: {str(error).splitlines()[0]} |")
-    if first:
-        print("\n".join(rows))
+
+def write(title: str, lines: Sequence[str]) -> None:
+    """Puts a section into the results, in the place of the one with its title."""
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
+    parts = {part.partition("\n")[0]: part.rstrip() for part in re.split("(?m)^(?=## )", text) if part}
+    parts[f"## {title}"] = "\n".join([f"## {title}", "", *lines])
+    RESULTS.write_text("\n\n".join(parts[name] for name in sorted(parts)) + "\n", encoding="utf-8")
+
+
+def said(name: str, make: Make, probes: Sequence[Probe]) -> str:
+    """Returns the faults of a set-up, each with the probes that show it, if these are not all."""
+    try:
+        verdicts = check_step(make, probes, ["prompts are trained"] if "LanguageModeling" in name else ()).verdicts
+    except (CheckError, ValueError) as error:
+        return f"refused: {str(error).splitlines()[0]}"
+    found = [(verdict.probe.name, each.kind) for verdict in verdicts for each in verdict.findings]
+    kinds = {kind: [probe for probe, other in found if other == kind] for _, kind in found}
+    where = {kind: f" ({', '.join(names)})" if len(names) < len(probes) else "" for kind, names in kinds.items()}
+    return "; ".join(f"{kind}{where[kind]}" for kind in kinds) or "right"
+
+
+def main() -> None:
+    from bench.check_stacks_others import OTHERS, PACKAGES, PROBES_OF
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stack", choices=("transformers", *OTHERS), default="transformers")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="only set-ups whose name matches: they are printed, not written"
+    )
+    chosen = parser.parse_args()
+    stacks = OTHERS.get(chosen.stack, STACKS)
+    names = ("torch", "transformers", *PACKAGES.get(chosen.stack, ("accelerate", "trl")))
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in names)
+    lines = [f"{date.today()}: {versions}", "", "| set-up | verdict |", "|---|---|"]
+    for name, make in stacks.items():
+        if re.search(chosen.only, name):
+            lines.append(f"| {name} | {said(name, make, PROBES_OF.get(chosen.stack, ASKED))} |")
+            if os.environ.get("RANK", "0") == "0":
+                print(lines[-1], flush=True)
+    if os.environ.get("RANK", "0") == "0" and not chosen.only:
+        write(f"{chosen.stack}, {ranks()} process{'es' * (ranks() > 1)}", lines)
 
 
 if __name__ == "__main__":

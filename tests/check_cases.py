@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from longctx.check import PROBES, CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import COUNTED, CUT, GIVEN, LOCAL_POSITIONS, ROW_RESTARTED, SHARD_RESTARTED
+from longctx.check.probe import END
 from longctx.check.trainer import arguments
 from longctx.check.verdict import EXCHANGE, NOT_SHIFTED, OF_OTHERS, ORDER, SAME_DATA, SHIFTED_TWICE
 from tests.trainer_cases import as_rank
@@ -247,6 +248,10 @@ def repeated(probe: Probe) -> Any:
     return trainer(probe, rows=[*probe.rows, *probe.rows[2:4]])
 
 
+def ended(probe: Probe) -> Any:
+    return trainer(probe, rows=[{name: [*values, END] for name, values in row.items()} for row in probe.rows])
+
+
 def pieces(probe: Probe) -> Any:
     rows = [
         {name: values[at : at + 16] for name, values in row.items()}
@@ -295,6 +300,7 @@ CASES: dict[str, tuple[Make, Probe, list[str]]] = {
     "padding with labels": (padding, PLAIN, ["padding is trained"]),
     "prompts with labels": (prompts, PROMPTS, ["prompts are trained"]),
     "ends masked as padding": (ends, ENDS, ["last tokens have no loss"]),
+    "ends that the probe has not": (ended, PLAIN, ["documents end with a token that the probe has not"]),
     "rows of 32 tokens": (cut, PLAIN, ["documents are cut short: tokens are in no call"]),
     "parts of 16 tokens": (pieces, PLAIN, [CUT, LOST]),
     "a document twice": (repeated, PLAIN, ["documents are repeated in the step"]),

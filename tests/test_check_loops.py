@@ -1,6 +1,7 @@
 """Loops of examples/check_loops.py are right, a fault in each is named, and the pytest plugin says so."""
 
 import runpy
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,10 @@ def test_no_trainer(probe):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_marked_function_is_a_check(pytester: pytest.Pytester, processes: int) -> None:
+    for module in ("trainer", "models.gpt_oss.modeling_gpt_oss"):  # a run in this process forgets what it imports
+        import_module(f"transformers.{module}")
     pytester.makepyfile(MARKED.replace("{}", str(processes)))
-    result = pytester.runpytest_subprocess("-p", "longctx.check.pytest_plugin", "--strict-markers", "-p", "no:xdist")
+    result = pytester.runpytest_inprocess("-p", "longctx.check.pytest_plugin", "--strict-markers", "-p", "no:xdist")
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["few documents: documents see each other*, tokens of document 1 see document 0"])
     result.stdout.fnmatch_lines(["*make returned Probe: return a transformers.Trainer, or a Step"])
@@ -69,6 +72,6 @@ def test_a_marked_function_is_a_check(pytester: pytest.Pytester, processes: int)
 
 def test_a_misspelt_mark_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.check_step(process=2)\ndef test_it(probe): pass")
-    result = pytester.runpytest_subprocess("-p", "longctx.check.pytest_plugin", "-p", "no:xdist")
+    result = pytester.runpytest_inprocess("-p", "longctx.check.pytest_plugin", "-p", "no:xdist")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["test_it is marked with process, which check_step does not take: check_step(processes=1, *"])

@@ -8,13 +8,17 @@ import torch
 
 from longctx.check import CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import ROW_RESTARTED
+from longctx.check.record import gather
 from longctx.cli import main
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
 from tests.marks import slow_unless
 from tests.workers import Workers
 
 QUICK = {name: CASES[name] for name in ("right: adapters", "padded at the left", "parts of 16 tokens")}
-QUICK |= {name: CASES[name] for name in ("means of micro-batches", "prompts with labels", "no shift", "half a gradient")}
+QUICK |= {
+    name: CASES[name]
+    for name in ("ends that the probe has not", "means of micro-batches", "prompts with labels", "no shift", "half a gradient")
+}
 FEW = ("right: longctx, degree 2", "right: by hand", "no exchange", "no gradient of others", "mean of the rank", "not reduced")
 SETS = {"quick": (1, QUICK), "all": (1, CASES), "quick on two": (2, {name: ON_TWO[name] for name in FEW}), "two": (2, ON_TWO)}
 
@@ -36,13 +40,13 @@ def make(probe):
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "check.py"
     script.write_text(CHECK)
-    assert main(["check-step", str(script), "--probe", "prompts", "--json"]) == 1
+    assert main(["check-step", str(script), "--probe", "few documents", "--json"]) == 1
     (verdict,) = json.loads(capsys.readouterr().out)
     assert [fault["kind"] for fault in verdict["faults"]] == [ROW_RESTARTED]
     assert main(["check-step", str(script), "--probe", "few documents", "--allow", "documents see each other"]) == 0
     assert "right (allowed: documents see each other" in capsys.readouterr().out
     script.write_text(CHECK.replace('"gpt_oss")', '"gpt_oss").train()'))
-    assert main(["check-step", str(script), "--probe", "prompts"]) == 3
+    assert main(["check-step", str(script), "--probe", "few documents"]) == 3
     assert "make returned TrainOutput: return a transformers.Trainer, or a Step" in capsys.readouterr().err
     assert main(["check-step", str(script), "--probe", "none"]) == 2
     assert "there is no probe 'none': choose from 'documents'" in capsys.readouterr().err
@@ -62,6 +66,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_judged_is_refused(make: Make, said: str) -> None:
     with pytest.raises(CheckError, match=said):
         check_step(make, [SHORT])
+
+
+def test_workers_of_a_loader_are_left_out() -> None:
+    """Axolotl sets how much each prefetches, which torch refuses without workers."""
+    more = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True}
+    assert check_step(lambda probe: trainer(probe, **more), [SHORT]).lines() == ["documents: right"]
+
+
+def test_positions_of_whole_rows_are_no_place_in_a_part() -> None:
+    """A model of ms-swift gets whole rows of positions, and splits both over ranks."""
+    ids, positions = torch.tensor([[2, 3, 4]]), torch.arange(6)[None]
+    assert [call.positions for call in gather(Step(torch.nn.Module(), {}, [ids], positions=[positions])).calls] == [[]]
 
 
 def test_autocast_is_refused() -> None:

@@ -6,7 +6,7 @@ with record(model) as seen:                  # of transformers, or its PEFT mode
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat, zip_longest
@@ -189,7 +189,10 @@ def gather(step: Step) -> Record:
     places = step.positions if len(step.positions) == len(step.calls) else ()
     calls = list[Call]()
     for number, (call, positions) in enumerate(zip_longest(step.calls, places)):
-        given = repeat(list[int]()) if positions is None else _rows(positions.expand(call.shape))
+        if positions is None or positions.shape[-1] != call.shape[-1]:  # the model split the ids itself
+            given: Iterable[list[int]] = repeat([])
+        else:
+            given = _rows(positions.expand(call.shape))
         calls += [Call(rank, number, ids, at) for ids, at in zip(_rows(call), given, strict=False)]
     rows = [row for batch in step.rows for row in _rows(batch)]
     mine = ({name: value.double().cpu() for name, value in step.gradients.items()}, calls, rows, step.loss, step.grad_norm)

@@ -31,7 +31,8 @@ def step_of(trainer: Any, probe: Probe) -> Step:
     args, rows = trainer.args, list[torch.Tensor]()
     args.max_steps, args.logging_steps, args.logging_strategy = 1, 1, IntervalStrategy.STEPS
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
-    args.max_grad_norm, args.dataloader_num_workers, args.report_to = OUT_OF_REACH, 0, []
+    args.max_grad_norm, args.report_to = OUT_OF_REACH, []
+    args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_persistent_workers = 0, None, False
     collate = trainer.data_collator
 
     def collated(features: Any) -> Any:

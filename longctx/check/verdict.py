@@ -188,6 +188,8 @@ class Judge:
             return "prompts are trained"
         if after is not None and (second := tokens.next(after)) is not None and target == tokens.ids[second]:
             return SHIFTED_TWICE
+        if target == END and END not in tokens.ids:
+            return "documents end with a token that the probe has not"
         if target == tokens.probe.pad:
             return "padding is trained"
         if after is None and target in {ids[0] for ids in tokens.probe.documents}:
