@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.trainers import dynamic_context_parallel, restore
@@ -101,3 +102,35 @@ def rows_of_rank(folder: Path, options: dict[str, Any]) -> int:
 def test_nor_on_several_ranks(workers: Workers, tmp_path: Path, options: dict[str, Any]) -> None:
     """The losses of these runs are compared in `test_trainers`."""
     assert workers.run(rows_of_rank, 2, tmp_path, options | {"max_steps": 2, "prediction_loss_only": True}) == [CHUNK] * 2
+
+
+def test_gradients_of_the_head_are_added_in_float32_without_a_product_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an operation that only GPUs have: its arguments are those of torch's schema."""
+    known = [schema for schema in torch._C._jit_get_schemas_for_operator("aten::addmm") if schema.overload_name == "dtype_out"]
+    assert len(known) == 1 and {"out_dtype", "out"} <= {argument.name for argument in known[0].arguments}
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch, "addmm", lambda *given, **options: calls.append((given, options)))
+    with FakeTensorMode(), Products() as products:
+        total, a, b = (torch.empty(*shape, device="cuda") for shape in ((8, 4), (8, 3), (3, 4)))
+        loss._add_product(total, a.bfloat16(), b.bfloat16())
+        assert not products.seen
+        (((sum_, *_), options),) = calls
+        assert sum_ is options["out"] is total and options["out_dtype"] == torch.float32
+    total, a, b = torch.ones(8, 4), torch.randn(8, 3), torch.randn(3, 4)
+    with Products() as products:
+        loss._add_product(total, a, b)
+    assert products.seen == {"aten::addmm_"} and torch.allclose(total, 1 + a @ b)
+    loss._add_product(total, a.bfloat16(), b.bfloat16())
+    assert torch.allclose(total, 1 + 2 * (a @ b), atol=0.1)
+
+
+class Products(TorchDispatchMode):
+    """Remembers operations that multiply matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.seen |= {function._schema.name} & {"aten::mm", "aten::addmm", "aten::addmm_"}
+        return function(*arguments, **(named or {}))

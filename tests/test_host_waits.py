@@ -64,6 +64,19 @@ def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Wor
     assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of"}
 
 
+def test_a_step_with_images_and_videos_reads_no_masks(workers: Workers, tmp_path: Path) -> None:
+    """Transformers' own code reads its grids there."""
+    from tests import vision_cases
+    from tests.vision_trainer_cases import train
+
+    model = vision_cases.save_model(tmp_path / "model", "qwen2_5_vl")
+    options = {"videos": True, "watched": True, "max_steps": 2}
+    found = set().union(
+        *(each["waits"] for each in workers.run(train, 2, tmp_path / "run", model, "qwen2_5_vl", True, options))
+    )
+    assert "tolist at _encode" in found and not found & {"index at _encode", "__bool__ at _encode"}
+
+
 def test_waits_are_found() -> None:
     labels, hidden, weight = torch.tensor([-100, 1, -100, -100]), torch.ones(4, 2), torch.ones(3, 2)
     watch = HostWaits()

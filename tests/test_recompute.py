@@ -19,6 +19,7 @@ from longctx.attention.kernels import cpu
 from longctx.config import load
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
+from longctx.parallel import offload as offloading
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import _contexts, apply_recompute
@@ -27,6 +28,7 @@ from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.planners.planner import make_plan
 from longctx.training import build
+from tests.fake_cuda import fake_cuda
 
 LAYERS, TOKENS = 2, 48
 ATTENTION = "longctx.ring_attention.default"
@@ -171,6 +173,37 @@ def test_inputs_of_blocks_in_host_memory_change_nothing(mode: str, device: str) 
     plain, offloaded = train(mode, device=device), train(mode, device=device, offload=offload)
     assert offload.moved_bytes == LAYERS * TOKENS * SHAPE.hidden_size * 4, "every block's input, and no more"
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+def test_an_input_comes_back_while_backward_is_in_the_block_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With streams and events that do nothing, on a CPU."""
+    kept: list[Any] = []
+    log: list[tuple[str, int]] = []
+
+    class Logged(offloading.Kept):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            kept.append(self)
+
+        def start(self) -> Any:
+            if self.back is None:
+                log.append(("start", kept.index(self)))
+            return super().start()
+
+        def take(self) -> torch.Tensor:
+            tensor = super().take()
+            log.append(("use", kept.index(self)))
+            return tensor
+
+    plain = train("full")
+    monkeypatch.setattr(offloading, "Kept", Logged)
+    monkeypatch.setattr(offloading, "_has_stream", lambda tensor: True)
+    with fake_cuda():
+        offloaded = train("full", offload=Offload())
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+    first = [("start", LAYERS - 1)]
+    assert log == first + [each for n in reversed(range(LAYERS)) for each in ([("start", n - 1)] if n else []) + [("use", n)]]
+    assert all(each.back is None for each in kept), "autograd has the tensors now"
 
 
 @pytest.mark.parametrize(("offload", "free", "expected"), [(True, 5, [5]), (True, None, []), (False, 5, [])])

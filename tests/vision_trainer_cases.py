@@ -19,6 +19,7 @@ from longctx.planning.plan import Plan
 from longctx.trainers import step
 from tests import video_cases, vision_cases
 from tests.data_cases import placed_plan
+from tests.host_waits import waits_of_a_trainer
 from tests.trainer_cases import PROFILE, arguments, as_rank, report, select_fsdp_on_cpus
 
 MANY_IMAGES, LENGTHS_BESIDE = range(0, 972, 81), [250] * 26
@@ -87,7 +88,7 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
     from longctx.trainers import dynamic_context_parallel
 
     ranks, options = as_rank(), dict(options)
-    frozen, videos = options.pop("frozen", None), options.pop("videos", False)
+    frozen, videos, watched = (options.pop(name, False) for name in ("frozen", "videos", "watched"))
     if "fsdp" in options:
         select_fsdp_on_cpus()
     given = arguments(folder, ranks, 1, **{"eval_strategy": "no", **STEP, **options})
@@ -95,7 +96,7 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
     given |= {"per_device_train_batch_size": each, "gradient_accumulation_steps": len(vision_cases.LENGTHS) // each // ranks}
     hf = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     for name, weight in hf.named_parameters():
-        weight.requires_grad_(frozen is None or not re.search(frozen, name))
+        weight.requires_grad_(not frozen or not re.search(frozen, name))
     before = {name: weight.detach().clone() for name, weight in hf.named_parameters()}
     data = {"data_collator": collator(family, videos), "train_dataset": rows(family, videos)}
     trainer = Trainer(hf, TrainingArguments(**given), **data)
@@ -103,6 +104,8 @@ def train(folder: Path, model: Path, family: str, dynamic: bool, options: dict[s
     if dynamic:
         dynamic_context_parallel(trainer, tokens_per_rank=90, profile=PROFILE)
     with placed():
+        if watched:
+            return {"waits": waits_of_a_trainer(trainer)}
         trainer.train()
     found = report(trainer)
     found["gradients"] = {

@@ -59,10 +59,13 @@ class Images:
         pixels: what the image processor makes of the images that this rank encodes, at least one, as arguments of the tower.
         share: sends features [tokens of these images, ..] to the ranks that hold the tokens; returns those of the image tokens
             of this rank, in the order of its buffer. Collective; gradients travel back.
+        rows: those of these features that are of images ("image") and of videos ("video"), as indices on the device, as the
+            host would wait for a mask; kinds that this rank has.
     """
 
     pixels: Mapping[str, torch.Tensor]
     share: Callable[[torch.Tensor], torch.Tensor]
+    rows: Mapping[str, torch.Tensor | slice]
 
 
 def is_vision(hf: Any) -> bool:
@@ -156,15 +159,14 @@ def with_tower(spec: ModelSpec, hf: Any) -> ModelSpec:
 
 
 @contextmanager
-def encoded(hf: Any, images: Images, tokens: torch.Tensor | None = None) -> Iterator[dict[str, Any] | None]:
+def encoded(hf: Any, images: Images) -> Iterator[dict[str, Any] | None]:
     """Encodes this rank's images and frames. Yields what transformers' forward takes for the image tokens of this rank; None if
     it has none. Collective.
 
     Inside, a zero made of the features is added to all embeddings: so on every rank the same layers have a backward, which
-    exchanges gradients, and features have one after it, whichever weights are trained. `tokens` are those of the rank; None: no
-    image is of a video.
+    exchanges gradients, and features have one after it, whichever weights are trained.
     """
-    outputs, zero = _encode(hf, images, tokens)
+    outputs, zero = _encode(hf, images)
     hook = hf.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded + zero.to(embedded.dtype))
     try:
         yield outputs
@@ -172,23 +174,18 @@ def encoded(hf: Any, images: Images, tokens: torch.Tensor | None = None) -> Iter
         hook.remove()
 
 
-def _encode(hf: Any, images: Images, tokens: torch.Tensor | None) -> tuple[dict[str, Any] | None, torch.Tensor]:
+def _encode(hf: Any, images: Images) -> tuple[dict[str, Any] | None, torch.Tensor]:
     out = hf.base_model.get_image_features(**images.pixels, return_dict=True)
     deep = [_joined(features) for features in getattr(out, "deepstack_features", None) or ()]
     features = images.share(torch.stack([_joined(out.pooler_output), *deep], dim=1))
     zero = features[:0].sum()
     if not len(features):
         return None, zero
-    of_video = torch.zeros(len(features), dtype=torch.bool, device=features.device)
-    video = video_token(hf)
-    if tokens is not None and video is not None:
-        of_video = tokens[(tokens == hf.config.image_token_id) | (tokens == video)] == video
     found = {}
-    for kind, of_kind in (("image", ~of_video), ("video", of_video)):
-        if of_kind.any():
-            first, *others = features[of_kind].unbind(1)
-            pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
-            found[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])
+    for kind, rows in images.rows.items():
+        first, *others = features[rows].unbind(1)
+        pooled = [first] if isinstance(out.pooler_output, list | tuple) else first[None]
+        found[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=[[part] for part in others])
     return found, zero
 
 

@@ -85,6 +85,8 @@ class BlockMemory:
         # The first norm keeps the block's input itself, unless it keeps a copy in float32.
         spared = self.stream if self.whole_norms or self.number == FLOAT32 else 0
         offloaded = fused and self.train.offload_activations
+        self.prefetched = self.stream if offloaded else 0
+        """The input of the block that backward comes to next."""
         block_input = Entry("attention", "input of the block", 0 if offloaded else self.stream, INPUT, spared)
         self.entries = (block_input, *self._attention(), *self._cross(load.source), *self._swap(), *self._mlp())
 

@@ -250,22 +250,23 @@ class RankMemory:
         # Gradients of the MLP's output and input for all tokens, with tensor parallelism.
         gathered = 2 * block.normed if self.split > 1 else 0
         sent_forward, sent_backward = self._exchanges()
+        activations = self.activations + block.prefetched
         yield self._in_block(
             "backward of the last MLP",
-            activations=self.activations,
+            activations=activations,
             working=recomputed + block.tile + 2 * block.mlp + block.routed + block.stream + gathered,
             remote_kv=self.kept_in_block,
         )
         yield self._in_block(  # after the MLP's backward, when its activations are freed
             "backward of the last attention",
-            activations=self.activations - (mlp if self.recompute == "none" else 0),
+            activations=activations - (mlp if self.recompute == "none" else 0),
             working=max(0, recomputed - mlp) + self._attention_backward(block) + 2 * block.stream,
             remote_kv=self.kept_in_block + sent_backward,
         )
         if self.recompute == "full":
             yield self._in_block(
                 "recomputed attention in backward",
-                activations=self.activations,
+                activations=activations,
                 working=block.kept("none", "attention") + block.queries * FLOAT32 // block.number,
                 remote_kv=self.kept_in_block + sent_forward,
             )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import MicroBatch
 from longctx.errors import UserError
-from longctx.hf.vision import IN_BOTH_DIRECTIONS, ImagePlace, Images, image_positions
+from longctx.hf.vision import IN_BOTH_DIRECTIONS, ImagePlace, Images, image_positions, video_token
 from longctx.parallel.all_to_all import exchange_rows
 from longctx.planning.image_work import spread_images
 from longctx.planning.layout import Layout, Placement, Span
@@ -119,7 +119,17 @@ def read_images(
     share = micro_batch.images
     pixels = {name: copy_to(value, device) for name, value in share.pixels.items()}
     several = _positions(micro_batch, share, hf)
-    return Images(pixels, partial(_share, share, group)), copy_to(micro_batch.positions if several is None else several, device)
+    images = Images(pixels, partial(_share, share, group), _rows_of_kinds(micro_batch.tokens, hf, device))
+    return images, copy_to(micro_batch.positions if several is None else several, device)
+
+
+def _rows_of_kinds(tokens: torch.Tensor, hf: Any, device: torch.device) -> dict[str, torch.Tensor | slice]:
+    """Returns the rows of images and of videos among the features of `tokens`; all of them if there is one kind."""
+    kinds = {"image": hf.config.image_token_id, "video": video_token(hf)}
+    shown = tokens[torch.isin(tokens, torch.tensor([token for token in kinds.values() if token is not None]))]
+    rows = {kind: (shown == token).nonzero()[:, 0] for kind, token in kinds.items() if token is not None}
+    rows = {kind: index for kind, index in rows.items() if len(index)}
+    return {kind: slice(None) if len(rows) == 1 else copy_to(index, device) for kind, index in rows.items()}
 
 
 def blocks_of(micro_batch: MicroBatch, hf: Any) -> dict[int, list[Span]]:

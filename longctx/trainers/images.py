@@ -204,5 +204,5 @@ def reading_images(own: Callable[..., Any], hf: Any, *arguments: Any, images: Im
     """Calls the `own` forward of a model; `images` are encoded inside, where sharded weights are gathered."""
     if images is None:
         return own(hf, *arguments, **named)
-    with encoded(hf, images, named["input_ids"][0]) as outputs:
+    with encoded(hf, images) as outputs:
         return own(hf, *arguments, mm_encoder_outputs=outputs, **named)

@@ -150,7 +150,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if hidden_gradient is not None:
                 hidden_gradient[rows] = gradient @ weight
             if weight_gradient is not None:
-                weight_gradient += gradient.T @ hidden[rows]
+                _add_product(weight_gradient, gradient.T, hidden[rows])
         ctx.save_for_backward(hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
         return (total / divisor).to(torch.promote_types(hidden.dtype, torch.float32))
 
@@ -159,6 +159,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place, as that of the weight may be gigabytes; torch then refuses a second backward.
         gradients = (None if saved is None else saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors)
         return (*gradients, *[None] * 7)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Adds a · b to a sum in float32 or better. Only CPUs, which lack the operation, keep a product in bfloat16 in memory."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def cross_entropy_sum(
