@@ -386,6 +386,68 @@ def errors_printed(folder: Path, compiled: list[bool], count: int) -> str:
     return "".join(line for line in printed.getvalue().splitlines() if "error" in line.lower())
 
 
+def error_of_data(folder: Path, where: str, loss: Any) -> tuple[str, str]:
+    """Returns what this rank raises and prints, if data of rank 1 alone cannot be read in the second step."""
+    import contextlib
+    import io
+    import sys
+
+    from transformers import Trainer, TrainingArguments
+
+    as_rank()
+    data, calls = documents(), []
+
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        if where == "collator" and dist.get_rank() == 1 and len(calls) == 2:
+            raise KeyError("text")
+        batch = pad(rows)
+        if where == "batch" and dist.get_rank() == 1 and len(calls) == 2:
+            batch["attention_mask"][:, 1] = 0
+        return batch
+
+    class Data(list[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            calls.append(1)
+            if dist.get_rank() == 1 and len(calls) > 8:
+                raise KeyError("text")
+            return super().__getitem__(number)
+
+    args = TrainingArguments(**arguments(folder, 2, 1, eval_strategy="no"))
+    ours, before = (
+        Trainer(model(), args, collate, Data(data) if where == "data set" else data, compute_loss_func=loss),
+        sys.excepthook,
+    )
+    dynamic_context_parallel(ours, tokens_per_rank=64, profile=PROFILE)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            ours.train()
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            return f"{type(error).__name__}: {error}", printed.getvalue()
+        finally:
+            sys.excepthook = before
+            restore(ours)
+    return "", printed.getvalue()
+
+
+def first_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return outputs.logits[:, 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("where", "loss"), [("collator", None), ("data set", None), ("batch", None), ("collator", first_logits)], ids=str
+)
+def test_data_that_one_rank_cannot_read_end_all(workers: Workers, tmp_path: Path, where: str, loss: Any) -> None:
+    """Others would wait for it; its own traceback is all that is printed, or the text of what is refused."""
+    (told, silent), (own, printed) = workers.run(error_of_data, 2, tmp_path, where, loss)
+    assert told == f"TrainerError: rank 1 cannot train: {own.removeprefix('TrainerError: ')}" and silent == ""
+    if where == "batch":
+        assert printed == f"error: {own.removeprefix('TrainerError: ')}\n" and "leaves out tokens between others" in own
+    else:
+        assert own == "KeyError: 'text'" and printed.count("Traceback") == 1 and printed.endswith("KeyError: 'text'\n")
+
+
 @pytest.mark.parametrize(
     ("compiled", "tokens", "expected"),
     [
@@ -555,6 +617,16 @@ def test_settings_that_are_refused(tmp_path: Path, change: Callable[[Any], None]
     ours = trainer(tmp_path)
     change(ours)
     with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def test_processes_that_would_each_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs, transformers ignores what torchrun has started unless `use_cpu` is set, and says nothing."""
+    ours = trainer(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        TrainerError, match=r"2 processes were started, but the trainer sees 1, so each.*set use_cpu=True in Training"
+    ):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 

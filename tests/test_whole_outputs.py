@@ -39,7 +39,7 @@ def with_head(kind: str) -> Any:
 
     family, head = kind.split()
     config = model(family).config
-    config.num_labels = CLASSES
+    config.num_labels = 2 if head == "QuestionAnswering" else CLASSES
     config.pad_token_id, config.classifier_dropout = VOCABULARY - 1, 0.0
     config.classifier_pooling = "mean"
     torch.manual_seed(0)
@@ -57,6 +57,7 @@ def labelled(rows: list[dict[str, Any]], head: str) -> list[dict[str, Any]]:
         row["input_ids"] = ids.tolist()
         row["labels"] = {
             "SequenceClassification": number % CLASSES,
+            "QuestionAnswering": (len(ids) // 3, len(ids) - 1 - number % 2),  # of an answer, first and last
             "TokenClassification": np.where(np.arange(len(ids)) % 3 == 0, -100, ids % CLASSES).tolist(),
         }.get(head, row["labels"])
     return rows
@@ -68,6 +69,8 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     padded = pad([{**row, "labels": row["input_ids"]} if of_rows else row for row in rows])
     if of_rows:
         padded["labels"] = torch.tensor([row["labels"] for row in rows])
+    if padded["labels"].shape[1:] == (2,):
+        padded["start_positions"], padded["end_positions"] = padded.pop("labels").unbind(1)
     padded["input_ids"][padded["attention_mask"] == 0] = VOCABULARY - 1
     return padded
 
@@ -188,6 +191,17 @@ def test_whole_rows(workers: Workers, tmp_path: Path, case: str) -> None:
         np.testing.assert_allclose(runs[0]["predictions"][kept], expected["predictions"][kept], rtol=0, atol=1e-5)
 
 
+ANSWERED = [("qwen2", 1), ("qwen2", 2), ("roberta", 3)]
+
+
+@pytest.mark.parametrize(("family", "ranks"), slow_unless(lambda _, ranks: ranks == 2, ANSWERED))
+def test_answers_are_those_of_rows_one_by_one(workers: Workers, tmp_path: Path, family: str, ranks: int) -> None:
+    """Plain training looks for them in padding, too, which rows that come one by one do not have."""
+    kind = f"{family} QuestionAnswering"
+    (expected,) = workers.run(run, 1, tmp_path / "plain", kind, False, {"accumulation": 12})
+    assert_same(workers.run(run, ranks, tmp_path / "ours", kind, True, {}), expected, split=ranks > 1)
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
     slow_unless(lambda ranks, options: ranks == 2 and not options, [(2, {}), (3, {}), (2, {"lora": True})]),
@@ -258,9 +272,11 @@ def test_a_head_that_needs_more_than_hidden_states_is_refused(tmp_path: Path) ->
     assert not hasattr(ours, "dynamic")
 
 
-def test_heads_that_read_padding_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="BertForQuestionAnswering looks for answers in padding, too"):
-        dynamic_context_parallel(ready(tmp_path, "bert QuestionAnswering"), tokens_per_rank=200, profile=PROFILE)
+def test_heads_whose_answers_in_padding_cannot_be_hidden_are_refused(tmp_path: Path) -> None:
+    ours = ready(tmp_path, "bert QuestionAnswering")
+    ours.model.other, ours.model.forward = ours.model._modules.pop("qa_outputs"), None
+    with pytest.raises(TrainerError, match="BertForQuestionAnswering has no layer qa_outputs, by which answers in padding"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
 def test_a_step_set_on_the_trainer_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Errors of all ranks: what one rank refuses, all refuse, and one of them prints it."""
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,24 +27,53 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
     except UserError as found:
         error = found
     texts: list[str | None] = [None] * ranks
-    dist.all_gather_object(texts, None if error is None else str(error))
+    dist.all_gather_object(texts, text_of(error))
+    raise_together(texts, error)
+
+
+def drawing_together(
+    group: Any, own: Callable[..., Any], trainer: Any, epoch_iterator: Iterator[Any], num_batches: int, *more: Any
+) -> Any:
+    """Calls `get_batch_samples` of a trainer; what a data set or a collator raises on one rank ends all. Collective."""
+    batches, error = [], None
+    try:
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+    except Exception as raised:  # data sets and collators may raise anything
+        error = raised
+    texts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text_of(error), group=group)
+    raise_together(texts, error)
+    return own(trainer, iter(batches), num_batches, *more)
+
+
+def text_of(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def raise_together(texts: Sequence[str | None], error: Exception | None) -> None:
+    """Raises this rank's error, or one that tells of it, if one of `texts`, by rank, is not None."""
     first = next((rank for rank, text in enumerate(texts) if text is not None), None)
+    if error is not None and len(texts) == 1:
+        raise error
     if first is not None:
-        text = texts[first] if error is None else str(error)
-        error = error or TrainerError(f"rank {first} cannot train: {text}")
-        raise said_by(texts.index(text), error)
+        text = texts[first] if error is None else text_of(error)
+        raise said_by(texts.index(text), error or TrainerError(f"rank {first} cannot train: {text}"))
 
 
-def said_by(rank: int, error: UserError) -> UserError:
-    """Returns an error that nobody but `rank` prints, if it is not caught: its text, as the command line of longctx does."""
+def said_by(rank: int, error: Exception) -> Exception:
+    """Returns an error that nobody but `rank` prints, if it is not caught: of a UserError its text alone."""
     if getattr(sys.excepthook, "__module__", None) != __name__:
         before = sys.excepthook
 
         def print_once(kind: Any, raised: Any, trace: Any) -> None:
             if not hasattr(raised, SAID):
                 before(kind, raised, trace)
-            elif not getattr(raised, SAID):
+            elif not getattr(raised, SAID) and isinstance(raised, UserError):
                 print(f"error: {raised}", file=sys.stderr, flush=True)
+            elif not getattr(raised, SAID):
+                before(kind, raised, trace)
 
         sys.excepthook = print_once
     setattr(error, SAID, rank != dist.get_rank())

@@ -1,6 +1,7 @@
 """Attaches dynamic context parallelism to a trainer, and takes it off."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -26,7 +27,7 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.agreement import on_all_ranks
+from longctx.trainers.agreement import drawing_together, on_all_ranks
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
@@ -36,6 +37,7 @@ from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
 from longctx.trainers.refusals import (
+    ANSWERS,
     TrainerError,
     balances,
     has_loss_of_head,
@@ -129,6 +131,9 @@ def _replace_parts(trainer: Any, sharing: Sharing, whole: bool, merge_prefixes: 
         sharing.vision = models[0]
         for model in models:
             undo.enter_context(replaced_method(model, "forward", reading_images))
+    if (needs_sequences(trainer) or whole) and sharing.ids_group is not None:
+        together = functools.partial(drawing_together, sharing.ids_group)
+        undo.enter_context(replaced_method(trainer, "get_batch_samples", together))
     if needs_sequences(trainer):
         for model in models:
             undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
@@ -213,7 +218,8 @@ def _note_of_outputs(model: Any) -> str:
     check_head(model)
     head = model.get_output_embeddings()
     size = "" if head is None else f", and logits take {format_bytes(4096 * len(head.weight))} per 1,024 tokens of its rows"
-    return f"note: the loss gets outputs of whole rows: calls of the model are planned, not steps{size}"
+    hidden = ", and no answer is looked for in padding" if hasattr(model, ANSWERS) else ""
+    return f"note: the loss gets outputs of whole rows: calls of the model are planned, not steps{size}{hidden}"
 
 
 @contextlib.contextmanager
@@ -224,7 +230,10 @@ def _whole_outputs(trainer: Any, outputs: PlannedBase) -> Iterator[None]:
         outputs.padding = model.config.get_text_config().pad_token_id
     trainer.__class__ = type(kind.__name__, (WholeOutputs, kind), {"__module__": kind.__module__, "outputs": outputs})
     try:
-        with replaced_method(model.base_model, "forward", outputs):
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(replaced_method(model.base_model, "forward", outputs))
+            if hasattr(model, ANSWERS):
+                undo.enter_context(replaced_method(getattr(model, ANSWERS), "forward", outputs.without_padding))
             yield
     finally:
         trainer.__class__ = kind

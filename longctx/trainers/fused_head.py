@@ -1,7 +1,7 @@
 """The trainers of TRL whose loss needs whole sequences: DPO, GRPO, RLOO and KTO.
 
-All of them call `model(input_ids=.., attention_mask=.., labels=.., fused_lm_head=True)`, with images if rows have some, and
-read values per token, of shape [rows, tokens - 1]. This call is planned.
+All of them call `model(input_ids=.., attention_mask=.., labels=.., fused_lm_head=True)`, with images if there are any, and read
+values per token, of shape [rows, tokens - 1]. This call is planned.
 """
 
 import functools

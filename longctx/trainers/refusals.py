@@ -8,11 +8,14 @@ from torch import nn
 from longctx.errors import UserError
 from longctx.hf.attention import configs_of_parts
 from longctx.hf.vision import is_vision, weights_of_images
+from longctx.parallel.environment import Launch
 
 OF_TOKENS = ("SFTTrainer",)
 """Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""
 OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "ForPreTraining", "ForNextSentencePrediction")
 """Ends of the names of models whose loss is not one of the next token, or of masked ones."""
+ANSWERS = "qa_outputs"
+"""Attribute of models for question answering: the layer that scores tokens."""
 OF_ROWS = ("RewardTrainer",)
 """Trainers of TRL whose loss needs outputs of whole rows."""
 OF_SEQUENCES = ("DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer")
@@ -156,6 +159,11 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
     for name in ("torch_compile", "use_liger_kernel", *["label_smoothing_factor"] * (not smoothed)):
         if getattr(args, name, None):
             yield f"{name} is {getattr(args, name)}, which is not supported: omit it"
+    if (started := Launch.read().world_size) > args.world_size:
+        yield (
+            f"{started} processes were started, but the trainer sees {args.world_size}, so each would train by itself: set "
+            f"use_cpu=True in {type(args).__name__} if there are no GPUs"
+        )
     if args.n_gpu > 1:
         yield f"one process uses {args.n_gpu} GPUs: start a process per GPU by torchrun or accelerate"
     if trainer.is_deepspeed_enabled:
@@ -175,8 +183,8 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
 def _model_problems(trainer: Any, whole: bool) -> Iterator[str]:
     if (head := type(prepared_part(trainer, trainer.model)).__name__).endswith(OTHER_HEADS) and not whole:
         yield f"{head} has a head that is not for tokens: use transformers.Trainer, and no encoder-decoder or reader of images"
-    if head.endswith("ForQuestionAnswering"):
-        yield f"{head} looks for answers in padding, too, which has no hidden states here: it is not supported"
+    if head.endswith("ForQuestionAnswering") and not hasattr(prepared_part(trainer, trainer.model), ANSWERS):
+        yield f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another family's model"
     if trainer.model.config.is_encoder_decoder and (name := trainer_of_trl(trainer)):
         yield f"{name} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
     if predicts_masked(prepared_part(trainer, trainer.model)) and (name := trainer_of_trl(trainer)):

@@ -23,7 +23,7 @@ from longctx.planning.layout import Layout
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.trainers.agreement import said_by
+from longctx.trainers.agreement import raise_together, said_by, text_of
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
@@ -114,16 +114,19 @@ class Sharing:
     def rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def start(self, batches: Sequence[Sequence[Document]], every: bool = False) -> Future[Share]:
+    def start(
+        self, batches: Sequence[Sequence[Document]], every: bool = False, failed: Exception | None = None
+    ) -> Future[Share]:
         """Begins `share` in a thread."""
-        return self._thread.submit(self.share, batches, every)
+        return self._thread.submit(self.share, batches, every, failed)
 
-    def share(self, batches: Sequence[Sequence[Document]], every: bool = False) -> Share:
+    def share(self, batches: Sequence[Sequence[Document]], every: bool = False, failed: Exception | None = None) -> Share:
         """Returns this rank's share of the documents that all ranks have in their batches. Collective.
 
-        Documents without a target are left out, unless `every` document is needed, as for the loss of routers.
+        Documents without a target are left out, unless `every` document is needed, as for the loss of routers. `failed`: what
+        was raised in place of this rank's batches; all ranks raise an error then.
         """
-        known = self._gather(batches)
+        known = self._gather(batches, failed)
         everything = list(itertools.chain.from_iterable(known))
         if not everything:
             return Share(batches=len(known))
@@ -231,13 +234,14 @@ class Sharing:
         row, place = copy_to(places.T.contiguous(), own.device)
         return own.new_zeros(*mask.shape, *own.shape[1:]).index_put((row, place), own)
 
-    def _gather(self, batches: Sequence[Sequence[Document]]) -> list[list[Known]]:
+    def _gather(self, batches: Sequence[Sequence[Document]], failed: Exception | None) -> list[list[Known]]:
         """Returns the documents of all ranks, by batch, in the order in which one process would draw them."""
         sizes = [[_sizes(document) for document in batch] for batch in batches]
-        gathered = [sizes]
+        told: list[Any] = [(sizes, text_of(failed))]
         if self.ids_group is not None:
-            gathered = [[] for _ in range(self.ranks)]
-            dist.all_gather_object(gathered, sizes, group=self.ids_group)
+            dist.all_gather_object(told := told * self.ranks, told[0], group=self.ids_group)
+        gathered, texts = zip(*told, strict=True)
+        raise_together(texts, failed)
         numbers = [itertools.count() for _ in gathered]
         turns = itertools.zip_longest(*gathered, fillvalue=())
         return [

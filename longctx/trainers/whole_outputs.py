@@ -67,12 +67,13 @@ class PlannedBase(PlannedCall):
     """Plans the calls of a base model while it is `used`; for `replaced_method`.
 
     `means`: the loss is that of a head, a mean over the labels of a batch. `padding`: the token that a head of a causal model
-    looks for, to find the last token of a row.
+    looks for, to find the last token of a row. `mask`: that of the last call.
     """
 
     means: bool = False
     padding: int | None = None
     active: bool = False
+    mask: torch.Tensor | None = None
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -93,7 +94,7 @@ class PlannedBase(PlannedCall):
             raise TrainerError(
                 f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(OF_ROWS)}"
             )
-        mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
+        self.mask = mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
         if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
             raise TrainerError(
                 f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds the "
@@ -113,6 +114,13 @@ class PlannedBase(PlannedCall):
 
         hidden = self.values_of([document for row in rows for document in row], mask, run)
         return output_of(base, kinds[0], hidden)
+
+    def without_padding(self, own: Callable[..., Any], head: Any, hidden: torch.Tensor) -> Any:
+        """Returns scores of answers as of rows one by one: the lowest on padding; for `replaced_method`."""
+        scores = own(head, hidden)
+        if not self.active or self.mask is None:
+            return scores
+        return scores.masked_fill(self.mask[..., None] == 0, torch.finfo(scores.dtype).min)
 
 
 def _by_name(own: Any, base: Any, arguments: Any, named: Any) -> dict[str, Any]:

@@ -151,8 +151,12 @@ class WholeSteps:
 
     def _draw(self: Any, epoch_iterator: Iterator[Any], num_batches: int) -> None:
         """Takes the batches of the next step, and begins to share their documents."""
-        drawn = [self._documents(batch) for batch in itertools.islice(epoch_iterator, num_batches)]
-        self._next = epoch_iterator, self.dynamic.start(drawn)
+        drawn, failed = [], None
+        try:
+            drawn = [self._documents(batch) for batch in itertools.islice(epoch_iterator, num_batches)]
+        except Exception as error:  # of a data set or a collator, for which other ranks would wait
+            failed = error
+        self._next = epoch_iterator, self.dynamic.start(drawn, failed=failed)
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
         """Returns the documents of the last batch that the loader has yielded. Says once which labels they do not have."""
