@@ -436,7 +436,7 @@ def first_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = N
 
 
 @pytest.mark.parametrize(
-    ("where", "loss"), [("collator", None), ("data set", None), ("batch", None), ("collator", first_logits)], ids=str
+    ("where", "loss"), [("collator", None), ("data set", None), ("batch", None), ("collator", first_logits)]
 )
 def test_data_that_one_rank_cannot_read_end_all(workers: Workers, tmp_path: Path, where: str, loss: Any) -> None:
     """Others would wait for it; its own traceback is all that is printed, or the text of what is refused."""
