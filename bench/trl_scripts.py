@@ -107,7 +107,7 @@ def found(folder: Path, script: str, way: str) -> list[str]:
     if not theirs:
         return [degree, "runs; plain TRL fails", said]
     error, name = max(differences(ours, theirs))
-    words = "exact" if error < 1e-4 else "as adapters in bfloat16 are rounded" if "4bit" in way else "DIFFERS"
+    words = "exact" if error < 1e-4 else "as adapters in bfloat16 are rounded" if "4bit" in way else "differs"
     return [degree, f"{words}, to {error:.0e} ({name})", said]
 
 
