@@ -257,6 +257,14 @@ def test_arguments_that_would_be_lost_are_refused(tmp_path: Path) -> None:
         ours.train()
 
 
+def test_a_head_in_bfloat16_is_tried_as_it_is_trained(tmp_path: Path) -> None:
+    """TRL puts the heads beside adapters of a base of 4 bits in bfloat16, which only autocast multiplies by float32."""
+    ours = ready(tmp_path, bf16=True)
+    ours.model.score.to(torch.bfloat16)
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert ours.train().training_loss > 0
+
+
 def test_a_head_that_needs_more_than_hidden_states_is_refused(tmp_path: Path) -> None:
     ours = ready(tmp_path)
     own = ours.model.forward

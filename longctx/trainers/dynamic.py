@@ -105,7 +105,8 @@ def dynamic_context_parallel(
             way = described.profile, most, mode, degree, kernel, args.device
             sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
             if whole:
-                notes.append(_note_of_outputs(prepared_part(trainer, trainer.model)))
+                with trainer.accelerator.autocast():  # a head may be in bfloat16, as TRL makes adapters of bases of 4 bits
+                    notes.append(_note_of_outputs(prepared_part(trainer, trainer.model)))
             _replace_parts(trainer, sharing, whole, merge_prefixes)
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
