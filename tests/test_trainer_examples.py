@@ -39,6 +39,8 @@ def program(name: str) -> str:
         return str(README)
     if name == "RLOO":
         return program("GRPO").replace("GRPO", "RLOO")
+    if name == "KTO":
+        return program("DPO").replace("DPO", "KTO").replace("pairs.jsonl", "marked.jsonl")
     word = {"masked": "DataCollatorForLanguageModeling"}.get(name, f"{name}Trainer(")
     return next(text for text in PROGRAMS if word in text)
 
