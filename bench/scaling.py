@@ -73,11 +73,12 @@ with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each.
 Each row is the fastest split of the GPUs for steps of {documents} documents per GPU, at most {most:,}, with lengths of {mix};
 means of {seeds} steps. [Fixed static](speedup.md#the-baselines) trains the same documents on the split that is fastest for it.
 
+<!-- scaling -->
 {table}
+<!-- end of scaling -->
 
 {left_out}
-Steps on 8 GPUs have few of the longer documents, which take more time per token. All models are in the style of Llama 3.1: 462B
-is its 405B with 144 layers, and 1T has 140 layers of width 24,576.
+All models are in the style of Llama 3.1: 462B is its 405B with 144 layers, and 1T has 140 layers of width 24,576.
 
 {made}
 """
@@ -266,7 +267,7 @@ def page(found: list[dict[str, str]], about: dict[str, str]) -> str:
     ]
     gone = [f"{row['model']} on {int(row['gpus']):,}" for row in found if row["refused"]]
     versions = ", ".join(f"{name} {value}" for name, value in about.items() if name != "command")
-    left_out = f"Too few GPUs, whatever the split: {', '.join(gone)}.\n" if gone else ""
+    left_out = f"Too few GPUs: {', '.join(gone)}.\n" if gone else ""
     longest_s = max((row.search_s for row in rows), default=0.0)
     return TEXT.format(
         documents=DOCUMENTS_A_GPU,
