@@ -273,7 +273,7 @@ def backward(
 @torch.library.custom_op("longctx::ring_attention_finish", mutates_args=())
 @watched("backward")
 def finish(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Returns dk and dv once those of other ranks are added. `begun` is the gradient of that tensor."""
+    """Returns dk and dv once those of other ranks are added. `begun` is the gradient of what `begin` returns."""
     left = unfinished.pop((call, layer))
     if left.end is not None:
         left.end()
@@ -340,6 +340,7 @@ def setup_begin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def key_gradients(ctx: Any, begun: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradient of `begin`: calls `finish`."""
     dk, dv = run(finish, begun, *ctx.saved_tensors, ctx.number, ctx.layer)
     return dk, dv, dk[:0].flatten() if ctx.needs_input_grad[2] else None, None, None
 

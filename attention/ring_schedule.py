@@ -31,7 +31,7 @@ from longctx.planning.layout import CrossLayout, Layout, Shard, Span, head_span,
 
 @dataclass(frozen=True)
 class Hop:
-    """One round of messages, by ascending peer.
+    """Messages that a rank posts at once, by ascending peer; a round has one hop, or two over nodes.
 
     Attributes:
         sends: (peer, rows to send). The first hop of a round sends rows of the local buffer, the second hop rows that

@@ -148,7 +148,7 @@ def _check(run: Run) -> None:
         partial(prepare_run_kernels, config, spec, run.launch, run.device),
         *checks_of(config, run.data, run.source, ranks),
     ]
-    if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
+    if not _may_change_settings(run):  # otherwise the settings that are checked are known when all ranks have joined
         available = available_bytes(run.device, run.launch.local_world_size)
         checks.append(partial(refuse_too_large, spec, config, run.data.store, ranks, available, fused=run.on_gpu))
     raise_together(checks)
@@ -177,8 +177,8 @@ def _notes(config: Config, device: torch.device) -> list[str]:
     return notes
 
 
-def _fits_memory(run: Run) -> bool:
-    """Returns whether settings are changed so that the run fits: `train.fit_memory`, or else its default."""
+def _may_change_settings(run: Run) -> bool:
+    """Returns whether settings may be changed so that the run fits: `train.fit_memory`, or else its default."""
     fit = run.config.train.fit_memory
     return run.on_gpu if fit is None else fit
 
@@ -202,7 +202,7 @@ def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
     if mesh.world_rank == 0:
         for sentence in damaged:
             print(f"longctx train: {sentence}", file=sys.stderr)
-    if _fits_memory(run):
+    if _may_change_settings(run):
         run = _fit(run, mesh)
     trainer = assemble(run, mesh, stop)
     if mesh.world_rank == 0:

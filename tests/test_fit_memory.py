@@ -12,7 +12,7 @@ from longctx.config import Config, load
 from longctx.data.store.store import Store
 from longctx.memory.advisor import ROOM, changes_between, fitted, heaviest
 from longctx.memory.model import estimate
-from longctx.start import _fits_memory
+from longctx.start import _may_change_settings
 
 SAVING = [
     *("train.recompute=full", "train.offload_activations=true", "train.offload_optimizer=true", "train.mlp_tile_tokens=2048"),
@@ -73,7 +73,7 @@ def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
 @pytest.mark.parametrize(("setting", "device", "fits"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True)])
 def test_on_gpus_by_default(setting: bool | None, device: str, fits: bool) -> None:
     run = SimpleNamespace(config=Config().changed({"train.fit_memory": setting}), on_gpu=device == "cuda")
-    assert _fits_memory(run) == fits
+    assert _may_change_settings(run) == fits
 
 
 def test_less_room_is_better_than_a_refusal(store: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ring attention for encoder-decoders of `transformers`, such as T5Gemma; `huggingface` calls it for models that are such.
+"""Ring attention for encoder-decoders of `transformers`, such as T5Gemma; `longctx.hf.attention` calls it for them.
 
 Three attentions of a micro-batch replace those of the model: of the source in both directions, of the target to earlier tokens,
 and of the target to its source. Which layer has which is seen in a run with sources and targets of different lengths.

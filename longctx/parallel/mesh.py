@@ -1,4 +1,4 @@
-"""The only module that makes process groups; all others are given a group or a mesh."""
+"""Process groups: of a run (`Mesh`), and for the rings of trainers; all other modules are given a group or a mesh."""
 
 import math
 import os
@@ -37,7 +37,7 @@ class Mesh:
         weights: mesh over the same ranks, over which parameters are sharded: the domain, or (replicas, shards).
         tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).
         copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
-        exchange: separate communicator for the messages of ring attention (design invariant I5).
+        exchange: separate communicator for the messages of ring attention, which so never queue behind collectives.
         across: another one for those between nodes; None on one node.
         control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
         experts: mesh of the ranks with this stage of the model: those that hold each expert once, then the others, as in

@@ -39,6 +39,7 @@ class Placement:
 
     @property
     def ring(self) -> range:
+        """The ranks that hold the document."""
         return range(self.first_rank, self.first_rank + self.degree)
 
     def ring_index(self, rank: int) -> int:

@@ -91,7 +91,7 @@ def dynamic_context_parallel(
         raise TrainerError(
             f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
         )
-    args, whole = trainer.args, needs_outputs(trainer, own_loss_is_a_token_sum)
+    args, outputs = trainer.args, needs_outputs(trainer, own_loss_is_a_token_sum)
     with on_all_ranks(args.world_size):
         refuse(trainer, own_loss_is_a_token_sum, REPLACED)
         check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
@@ -99,15 +99,15 @@ def dynamic_context_parallel(
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
         with on_all_ranks(args.world_size):
-            chunked = None if whole else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
+            chunked = None if outputs else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
             described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
             notes = [*_prepare_kernels(trainer, spec, kernel), *_check_documents(trainer, most * args.world_size)]
             way = described.profile, most, mode, degree, kernel, args.device
             sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
-            if whole:
+            if outputs:
                 with trainer.accelerator.autocast():  # a head may be in bfloat16, as TRL makes adapters of bases of 4 bits
                     notes.append(_note_of_outputs(prepared_part(trainer, trainer.model)))
-            _replace_parts(trainer, sharing, whole, merge_prefixes)
+            _replace_parts(trainer, sharing, outputs, merge_prefixes)
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
@@ -115,11 +115,11 @@ def dynamic_context_parallel(
         print(*described.lines, f"a document is split over {ranks}, of {most:,} tokens each", *notes, sep="\n")
 
 
-def _replace_parts(trainer: Any, sharing: Sharing, whole: bool, merge_prefixes: bool) -> None:
-    """Replaces methods of the trainer and of its models, until `sharing.undo` is closed."""
+def _replace_parts(trainer: Any, sharing: Sharing, outputs: bool, merge_prefixes: bool) -> None:
+    """Replaces methods of the trainer and of its models, until `sharing.undo` is closed. `outputs`: see `needs_outputs`."""
     undo = sharing.undo
     models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
-    models = [models[0].base_model] if whole else models
+    models = [models[0].base_model] if outputs else models
     sharing.predicts_masked = is_encoder(models[0])
     for model in models:
         with without_router_loss(model), without_pooler(model):
@@ -128,18 +128,18 @@ def _replace_parts(trainer: Any, sharing: Sharing, whole: bool, merge_prefixes: 
         sharing.noise = Noise(trainer)
         undo.enter_context(sharing.noise.used_by(models[0]))
     merged = _recorder(trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
-    if is_vision(models[0]) and not whole:
+    if is_vision(models[0]) and not outputs:
         sharing.vision = models[0]
         for model in models:
             undo.enter_context(replaced_method(model, "forward", reading_images))
-    if (needs_sequences(trainer) or whole) and sharing.ids_group is not None:
+    if (needs_sequences(trainer) or outputs) and sharing.ids_group is not None:
         together = functools.partial(drawing_together, sharing.ids_group)
         undo.enter_context(replaced_method(trainer, "get_batch_samples", together))
     if needs_sequences(trainer):
         for model in models:
             undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
         return
-    if whole:
+    if outputs:
         undo.enter_context(_whole_outputs(trainer, PlannedBase(sharing, None if sharing.predicts_masked else merged)))
         return
     undo.enter_context(_whole_steps(trainer))

@@ -22,7 +22,7 @@ from longctx.trainers.refusals import TrainerError
 
 PROBED = 8
 """Tokens that a head is tried on."""
-OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+FIELDS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 UNUSED = {*HARMLESS, "margin"} - {"output_hidden_states"}
 """Arguments that change no hidden state; `margin` is that of TRL's reward models."""
 
@@ -89,10 +89,10 @@ class PlannedBase(PlannedCall):
         given = _by_name(own, base, arguments, named)
         ids = given.get("input_ids")
         set_ones = {name for name, value in given.items() if value is not None and value is not False}
-        if ids is None or (lost := sorted(set_ones - {*OF_ROWS, *UNUSED})):
+        if ids is None or (lost := sorted(set_ones - {*FIELDS, *UNUSED})):
             what = "no input_ids" if ids is None else ", ".join(lost)
             raise TrainerError(
-                f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(OF_ROWS)}"
+                f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(FIELDS)}"
             )
         self.mask = mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
         if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
@@ -100,7 +100,7 @@ class PlannedBase(PlannedCall):
                 f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds the "
                 "last token of a row: set pad_token_id to what the collator pads with"
             )
-        fields = {name: given.get(name) for name in OF_ROWS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
+        fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
         rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
         kinds: list[Any] = []
 

@@ -2,7 +2,8 @@
 
 `get_batch_samples` takes the batches that the trainer's own loader yields and shares the documents of all ranks, one step
 ahead. `training_step` and `prediction_step` run this rank's micro-batches. The trainer divides the loss by the targets of the
-whole step and multiplies it by the number of ranks, which DDP and FSDP undo, so nothing is scaled here.
+whole step and multiplies it by the number of ranks, which DDP and FSDP undo. Losses of
+encoders and smoothed ones, and those of evaluations, are scaled here.
 """
 
 import contextlib
@@ -169,7 +170,7 @@ class WholeSteps:
         return list(itertools.chain.from_iterable(self._rows(batch)))
 
     def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
-        """Returns the same by row."""
+        """Returns the documents of each row."""
         state, seq2seq = self.accelerator.gradient_state, self.dynamic.seq2seq
         of_tokens = batch, self.dynamic.vision, self.dynamic.predicts_masked
         rows = rows_of(*of_tokens) if seq2seq is None else rows_of_pairs(batch, seq2seq, training)

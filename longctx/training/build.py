@@ -129,7 +129,7 @@ def kernel_requests(
 
 
 def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, KernelRequest]:
-    """Returns the same for a run."""
+    """Returns the kernel requests of a run's layers."""
     return kernel_requests(spec, device, getattr(torch, config.dtype), config.context.deterministic)
 
 
@@ -146,7 +146,7 @@ def prepare_kernels(kernel: str, requests: Mapping[LayerSpec, KernelRequest], te
 
 
 def prepare_run_kernels(config: Config, spec: ModelSpec, launch: Launch, device: torch.device) -> None:
-    """Does so for a run before its processes join. On a GPU local rank 0 says why the fastest kernel was not chosen."""
+    """Prepares the kernels of a run before its processes join. On a GPU local rank 0 says why the fastest kernel was not chosen."""
     log = logging.getLogger("longctx.attention.kernels")
     if launch.local_rank > 0:
         log.setLevel(logging.ERROR)

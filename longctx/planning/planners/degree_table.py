@@ -8,13 +8,13 @@ from longctx.planning.planners.step import Degrees, Step
 
 
 class DegreeTable:
-    """Costs of the long documents, which may need a ring (arrays [long documents, degrees]); the others stay on one rank.
+    """Costs of the long documents, which may need a ring (arrays [long documents, degrees]); the others stay in one place.
 
     Attributes:
         long: indices of the long documents, longest first.
         degrees: candidate degrees, ascending.
-        time, tokens: nanoseconds and tokens of a document on each of its ranks; time is NEVER where it does not fit.
-        quickest, least_work: minimum time of each document, and minimum time summed over its ranks.
+        time, tokens: nanoseconds and tokens of a document in each of its places; time is NEVER where it does not fit.
+        quickest, least_work: minimum time of each document, and minimum time summed over its places.
         work: minimum work of all documents, including short ones.
         short_ns_per_token: mean time per token of short documents.
     """
@@ -38,7 +38,7 @@ class DegreeTable:
         self.short_ns_per_token = short_ns / max(1, int(step.single_tokens[short].sum()))
 
     def split(self, index: Integers) -> Degrees:
-        """Returns all documents with long ones at the given degrees (indices into `degrees`) and the others on one rank."""
+        """Returns all documents with long ones at the given degrees (indices into `degrees`) and the others in one place."""
         row, step = np.arange(len(self.long)), self.step
         degree, time, tokens = np.ones_like(step.lengths), step.single_ns.copy(), step.single_tokens.copy()
         degree[self.long], time[self.long], tokens[self.long] = (

@@ -23,7 +23,7 @@ class Step:
     """A step to plan: the arguments of `make_plan`, with `lengths` as an array [documents] that all fit some degree.
 
     Attributes:
-        ranks: number of places for a document of degree 1.
+        ranks: number of places for a document of degree 1: ranks, or blocks of them; `on_ranks` makes ranks of places.
         max_remote_tokens: see `make_plan`.
         round_price: what `score` and `alone_ns` count for a round of the exchange; see `cost.model.exposed_ns`.
         block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
@@ -113,7 +113,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degree, time per rank in nanoseconds and maximum tokens per rank of every document (arrays [documents])."""
+    """Degree in places, and nanoseconds and maximum tokens in each of them, of every document (arrays [documents])."""
 
     degree: Integers
     time: Integers
@@ -121,7 +121,7 @@ class Degrees:
 
     @cached_property
     def work(self) -> int:
-        """Time summed over all documents and their ranks, in nanoseconds."""
+        """Time summed over all documents and their places, in nanoseconds."""
         return int((self.degree * self.time).sum())
 
 
