@@ -146,7 +146,7 @@ def prepare_kernels(kernel: str, requests: Mapping[LayerSpec, KernelRequest], te
 
 
 def prepare_run_kernels(config: Config, spec: ModelSpec, launch: Launch, device: torch.device) -> None:
-    """Prepares the kernels of a run before its processes join. On a GPU local rank 0 says why the fastest kernel was not chosen."""
+    """Prepares a run's kernels before its processes join. On a GPU local rank 0 says why the fastest one was not chosen."""
     log = logging.getLogger("longctx.attention.kernels")
     if launch.local_rank > 0:
         log.setLevel(logging.ERROR)
