@@ -58,10 +58,11 @@ def test_a_step_of_a_trainer_waits_nowhere_in_longctx(workers: Workers, tmp_path
 
 
 def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Workers, tmp_path: Path) -> None:
+    """And once a step for transformers' count of targets, inside the call that draws the batches on all ranks."""
     from tests.trainer_cases import prefer
 
     found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
-    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of"}
+    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of", "pageable copy by to at drawing_together"}
 
 
 def test_a_step_with_images_and_videos_reads_no_masks(workers: Workers, tmp_path: Path) -> None:

@@ -113,8 +113,9 @@ def test_utilisation_and_times_of_a_step(workers: Workers, shorts: Path, tmp_pat
         least = model_flops(spec, [step.tokens // step.documents] * step.documents) / (2 * 1e10 * step.step_time_s)
         assert least <= step.mfu <= model_flops(spec, [step.tokens]) / (2 * 1e10 * step.step_time_s)
         assert f" mfu {step.mfu:.1%} " in step.console() and "mfu" not in replace(step, mfu=None).console()
-        parts = (step.attention_s, step.exchange_wait_s, step.optimizer_s, step.rest_s)
-        assert all(part > 0 for part in parts) and sum(parts) <= step.step_time_s * 1.001
+        assert min(step.attention_s, step.exchange_wait_s, step.optimizer_s) > 0 <= step.rest_s
+        of_this_step = step.attention_s + step.exchange_wait_s + step.rest_s  # the optimizer's is of the step before
+        assert of_this_step <= step.step_time_s * 1.001
         assert step.bubble_s == 0
 
 
