@@ -127,7 +127,8 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert HardwareProfile.from_dict(json.loads(capsys.readouterr().out)["profile"]) == found
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.slow
 def test_two_ranks(workers: Workers, nodes: int) -> None:
     """On one node or two, both ranks get the same profile, and only the missing link is taken from the base profile."""
     more = ["train.recompute=full", "context.max_remote_tokens=64", "train.dtype=bfloat16", "context.two_level_exchange=false"]

@@ -45,7 +45,7 @@ WAYS = {
 """Of two ranks that run a checkpoint: transformers' code, and the native decoder with split matrices or layers."""
 RUNS = [*(f"transformers/{kind}" for kind in KINDS), *(f"native/{kind}" for kind in NATIVE)]
 RUNS += ["pipeline/llama", "pipeline/qwen2"]
-QUICK = ["transformers/mixtral", "transformers/gpt2", "transformers/deepseek_v3", "transformers/gpt_oss", "transformers/qwen3"]
+QUICK = ["transformers/mixtral", "transformers/gpt2", "transformers/deepseek_v3"]
 QUICK += ["native/qwen3", "native/phi3", "pipeline/qwen2"]
 
 
@@ -180,7 +180,7 @@ NEW = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name != "ntk", NEW))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("mixtral", "qwen2, tensor parallel"), NEW))
 def test_new_weights_come_out_as_a_family_of_transformers(workers: Workers, store: Path, tmp_path: Path, name: str) -> None:
     ranks, settings, architecture = NEW[name]
     workers.run(train_then_save, ranks, store, tmp_path / "run", ["train.steps=2", *settings], 2)

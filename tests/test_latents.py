@@ -63,7 +63,7 @@ def bytes_of(found: list[tuple[float, list[torch.Tensor], int]]) -> int:
     return sum(sent for *_, sent in found)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_transformers_on_documents_one_by_one(workers: Workers, ranks: int) -> None:
     names = list(CASES)[: len(CASES) if ranks == 4 else 2]
     by_rank = workers.run(steps, ranks, [CASES[name] for name in names])
@@ -208,7 +208,7 @@ def test_a_copy_of_a_prepared_model_expands_its_own_latents() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        [],
+        pytest.param([], marks=pytest.mark.slow),
         ["train.recompute=full", "context.two_level_exchange=false"],
         ["train.recompute=selective", "context.keep_kv=true"],
         pytest.param(["train.compile=true"], marks=pytest.mark.slow),

@@ -108,8 +108,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, kind: str, settings: list[str
 
 @pytest.mark.parametrize(
     ("base", "ranks", "others"),
-    [pytest.param("nf4", 2, ["context.mode=auto"], marks=pytest.mark.slow), ("int8", 1, ["train.dtype=bfloat16"])],
+    [("nf4", 2, ["context.mode=auto"]), ("int8", 1, ["train.dtype=bfloat16"])],
 )
+@pytest.mark.slow
 def test_the_memory_estimate_is_within_10_percent(
     workers: Workers, store: Path, tmp_path: Path, base: str, ranks: int, others: list[str]
 ) -> None:

@@ -38,7 +38,7 @@ def test_random_lengths_and_plans(workers: Workers) -> None:
     def lengths(count: int) -> tuple[int, ...]:
         return tuple(random.choice((1, random.randint(1, 9), random.randint(1, 100))) for _ in range(count))
 
-    drawn = [(lengths(count), lengths(count), seed) for seed, count in enumerate((1, 3, 4, 6, 8))]
+    drawn = [(lengths(count), lengths(count), seed) for seed, count in enumerate((1, 4, 8))]
     model = build_seq2seq()
     steps = [(unpacked(model, *documents(*each[:2])), take_gradients(model)) for each in drawn]
     for found in workers.run(packed_at_random, 3, drawn):

@@ -21,9 +21,10 @@ from typing import Any
 
 GROUP_TIMEOUT_S = 60.0
 """A deadlock fails a test after this long instead of hanging it."""
-CALLS = 20
+CALLS = 40
 """After so many the workers are replaced."""
 PRELOADED = ["torch", "torch.distributed", "longctx.training.trainer", "longctx.commands.train", "pandas", "peft", "datasets"]
+PRELOADED += ["tests.preloaded"]
 """What the fork server imports once for all processes; what is not installed is passed over."""
 
 
