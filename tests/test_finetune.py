@@ -378,6 +378,14 @@ def test_a_dry_run_needs_no_data(checkpoint: Path, tmp_path: Path, capfd: pytest
     (epoch,) = re.findall(r"run        \d+ steps \(an epoch has (\d+), of 103,000 tokens\)", out)
     assert int(epoch) == pytest.approx(103_000 / 2000, abs=2) and f"from {tmp_path}" in out and "\ngain " in out
     assert not (tmp_path / "lengths").exists() and "to train:" not in out
+    (tmp_path / "recipe.yaml").write_text("model: {from_pretrained: nobody/has-this}\n")  # MODEL takes its place
+    again = finetune(
+        capfd, checkpoint, "--dry-run", "--lengths", tmp_path / "lengths.txt", "--config", tmp_path / "recipe.yaml"
+    )
+    assert f"from checkpoint {checkpoint}" in again
+    other = ["--dry-run", "--lengths", str(tmp_path / "lengths.txt"), "--model.from_pretrained", "nobody/has-this"]
+    assert main(["finetune", str(checkpoint), *other]) == 2
+    assert f"MODEL is {checkpoint}, but --model.from_pretrained=nobody/has-this names another" in capfd.readouterr().err
 
 
 def test_settings_can_be_made_without_training(

@@ -16,7 +16,7 @@ from longctx.data.store.lengths import Lengths
 from longctx.data.store.store import Store
 from longctx.errors import UserError, raise_together
 from longctx.hf.source import lines_on
-from longctx.memory.advisor import verdict
+from longctx.memory.advisor import as_fitted, changes_between, verdict
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.device import assumed, choose_device
@@ -63,6 +63,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     spec, pretrained = source.spec, config.model.from_pretrained
     unset = "refused" if store.partly_trained.any() else "split"
     raise_together(checks_of(config, data, source, ranks))
+    fused, given = on_gpus(config), config
+    config = as_fitted(spec, config, store, ranks, fused=fused)
     print(
         f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
         f"model      {format_count(spec.parameters)} parameters, "
@@ -87,10 +89,11 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
             f"{static.makespan_s:7.3f} s ({static.winner})".ljust(101)
             + f"  {degrees}"
         )
-    fused = on_gpus(config)
     memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
     fits, *changes = verdict(spec, config, store, ranks, memory, fused=fused)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.parts.items() if size)
+    if changed := changes_between(given, config):
+        changes = [f"{changed}, by itself"]
     print(f"memory     {fits}: {parts}", *changes, sep="\n")
     print(*_run_lines(config, store, ranks, planned), sep="\n")
 

@@ -12,6 +12,7 @@ from longctx.commands import prepare
 from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import said_once
 from longctx.config import Config, load
+from longctx.config.problems import yaml_text
 from longctx.config.reading import Values
 from longctx.config.settings import LORA_RATE
 from longctx.errors import UserError, raise_together, shell
@@ -131,7 +132,13 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
     from longctx.training.saved import checkpoint
 
     check_name(arguments.model)
-    first: Values = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
+    # MODEL takes the place of that of a file, such as a recipe, whose model may have been downloaded.
+    model = f"model.from_pretrained={yaml_text(arguments.model)}"
+    for other in arguments.overrides:
+        if other.startswith("model.from_pretrained=") and other != model:
+            raise UserError(f"MODEL is {arguments.model}, but --{other} names another one: omit the option")
+    arguments.overrides = [model, *arguments.overrides]
+    first: Values = {"optimizer": {"warmup_steps": 0}}
     if arguments.lora is not None:
         first["lora"] = {"rank": arguments.lora}
     if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
@@ -203,6 +210,8 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     Every document fits, and an epoch has about FEWEST_STEPS steps or more. Tokens per step and steps are taken from
     `chosen` if set there.
     """
+    from longctx.parallel.device import choose_device
+
     tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
     step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
     if "global_tokens" in chosen.batch.model_fields_set:
@@ -217,15 +226,9 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     if "steps" not in chosen.train.model_fields_set:
         steps = _steps(arguments.epochs, chosen, store, step, min(longest, capacity))
     values: dict[str, dict[str, Any]] = {
-        "model": {"from_pretrained": arguments.model},
         "data": {"store": str(store.path)},
         "batch": {"global_tokens": step, "tokens_per_rank": per_rank},
-        "train": {
-            "steps": steps,
-            "recompute": "selective",
-            "fit_memory": True,
-            "run_dir": str(out),
-        },
+        "train": {"steps": steps, "fit_memory": True, "run_dir": str(out)},
         "optimizer": {
             "warmup_steps": math.ceil(WARMUP * steps),
             "weight_decay": 0.0,
@@ -233,6 +236,8 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
         },
         "checkpoint": {"every": max(1, steps // 3), "keep": 2, "export": str(out / "export")},
     }
+    if choose_device(chosen.train.device, 0).type == "cpu":  # whose memory others use, too
+        values["train"]["recompute"] = "selective"
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     elif chosen.lora.rank is None:  # adapters have their own default

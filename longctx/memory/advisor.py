@@ -95,6 +95,14 @@ def fitted(spec: ModelSpec, config: Config, store: Store | None, ranks: int, ava
     return config
 
 
+def as_fitted(spec: ModelSpec, config: Config, store: Store | None, ranks: int, *, fused: bool) -> Config:
+    """Returns the settings that a run with known memory would have by `train.fit_memory`; the same if that is off."""
+    fit, available = config.train.fit_memory, memory_of_ranks(config, ranks)[0]
+    if available is None or not (fused if fit is None else fit):
+        return config
+    return fitted(spec, config, store, ranks, available, fused=fused)
+
+
 def changes_between(before: Config, after: Config) -> str:
     """Returns a line on the settings that `fitted` changed, as overrides; empty if there are none."""
     old, new = before.model_dump(), after.model_dump()
@@ -198,9 +206,8 @@ def verdict(spec: ModelSpec, config: Config, store: Store | None, ranks: int, me
     peak, at = format_bytes(memory.total), f"(at: {memory.moment})"
     if available is None:
         return [f"needs {peak} per {of}, whose memory is not known {at}"]
-    fits, changes = memory.total <= available, ""
-    if fused if config.train.fit_memory is None else config.train.fit_memory:
-        changes = changes_between(config, fitted(spec, config, store, ranks, available, fused=fused))
+    fits = memory.total <= available
+    changes = changes_between(config, as_fitted(spec, config, store, ranks, fused=fused))
     if not fits and not changes:
         changes = way_out(spec, config, store, ranks, available, fused=fused)
     said = f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per {of} {at}"
