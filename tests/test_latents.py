@@ -71,6 +71,7 @@ def test_loss_and_gradients_are_those_of_transformers_on_documents_one_by_one(wo
         assert_equal([found[number] for found in by_rank], CASES[name])
 
 
+@pytest.mark.slow
 def test_messages_of_deepseek_v3s_sizes_have_a_71st_of_the_bytes(workers: Workers) -> None:
     """576 values a token, not 128 heads x (192 + 128)."""
     sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}

@@ -204,11 +204,12 @@ def test_the_first_line_counts_what_is_trained(
 @pytest.mark.parametrize(
     ("ranks", "others"),
     [
-        pytest.param(1, ["train.recompute=none"], marks=pytest.mark.slow),
+        (1, ["train.recompute=none"]),
         (1, ["train.dtype=bfloat16"]),
-        pytest.param(2, ["context.mode=auto"], marks=pytest.mark.slow),
+        (2, ["context.mode=auto"]),
     ],
 )
+@pytest.mark.slow
 def test_the_memory_estimate_is_within_10_percent(
     workers: Workers, store: Path, tmp_path: Path, ranks: int, others: list[str]
 ) -> None:

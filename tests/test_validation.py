@@ -52,7 +52,7 @@ def run(store: Path, folder: Path, settings: list[str]) -> Rows:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "a pipeline", SPLITS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "reduced after each micro-batch", SPLITS))
 def test_the_loss_is_that_of_one_process_and_training_is_not_affected(
     workers: Workers, store: Path, alone: Rows, tmp_path: Path, name: str
 ) -> None:
