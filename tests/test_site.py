@@ -19,6 +19,7 @@ webdriver = pytest.importorskip("selenium.webdriver")
 if not shutil.which("chromedriver"):
     pytest.skip("no chromedriver on the path", allow_module_level=True)
 
+# After the skips: without these packages there is nothing to import.
 from mkdocs.commands.build import build  # noqa: E402
 from mkdocs.config import load_config  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402

@@ -24,7 +24,7 @@ GROUP_TIMEOUT_S = 60.0
 CALLS = 40
 """After so many the workers are replaced."""
 PRELOADED = ["torch", "torch.distributed", "longctx.training.trainer", "longctx.commands.train", "pandas", "peft", "datasets"]
-PRELOADED += ["tests.preloaded"]
+PRELOADED += ["tests.preloaded"]  # needs TRL; the others may be there without it
 """What the fork server imports once for all processes; what is not installed is passed over."""
 
 

@@ -90,10 +90,9 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
             + f"  {degrees}"
         )
     memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
-    fits, *changes = verdict(spec, config, store, ranks, memory, fused=fused)
+    changed = changes_between(given, config)
+    fits, *changes = verdict(spec, config, changed and f"{changed}, by itself", store, ranks, memory, fused=fused)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.parts.items() if size)
-    if changed := changes_between(given, config):
-        changes = [f"{changed}, by itself"]
     print(f"memory     {fits}: {parts}", *changes, sep="\n")
     print(*_run_lines(config, store, ranks, planned), sep="\n")
 

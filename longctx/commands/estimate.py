@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
-    from longctx.memory.advisor import as_override, choices, heaviest, memory_of_ranks, verdict
+    from longctx.memory.advisor import as_fitted, as_override, changes_between, choices, heaviest, memory_of_ranks, verdict
     from longctx.memory.model import estimate
     from longctx.parallel.device import assumed, choose_device
     from longctx.training.run_profile import run_profile
@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
         print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
         return 0
-    print(*verdict(spec, config, store, ranks, memory, fused=fused), sep="\n")
+    changes = changes_between(config, as_fitted(spec, config, store, ranks, fused=fused))
+    print(*verdict(spec, config, changes, store, ranks, memory, fused=fused), sep="\n")
     print(
         f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} rank{'s' * (ranks > 1)}"
         f"{assumed(config.train.device)}, {f'the first steps of {config.data.said}' if store else 'a full rank (no store)'}"

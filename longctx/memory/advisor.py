@@ -199,15 +199,16 @@ def memory_of_ranks(config: Config, ranks: int) -> tuple[int | None, str]:
     return available_bytes(device, ranks), gpu
 
 
-def verdict(spec: ModelSpec, config: Config, store: Store | None, ranks: int, memory: Memory, *, fused: bool) -> list[str]:
-    """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`, and the changes that the run
-    makes by `train.fit_memory`, or needs."""
+def verdict(
+    spec: ModelSpec, config: Config, changes: str, store: Store | None, ranks: int, memory: Memory, *, fused: bool
+) -> list[str]:
+    """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`, and the `changes` that the run
+    makes by `train.fit_memory`, or those that it needs."""
     available, of = memory_of_ranks(config, ranks)
     peak, at = format_bytes(memory.total), f"(at: {memory.moment})"
     if available is None:
         return [f"needs {peak} per {of}, whose memory is not known {at}"]
     fits = memory.total <= available
-    changes = changes_between(config, as_fitted(spec, config, store, ranks, fused=fused))
     if not fits and not changes:
         changes = way_out(spec, config, store, ranks, available, fused=fused)
     said = f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per {of} {at}"

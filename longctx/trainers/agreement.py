@@ -28,7 +28,7 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
         error = found
     texts: list[str | None] = [None] * ranks
     dist.all_gather_object(texts, text_of(error))
-    raise_together(texts, error)
+    raise_on_all(texts, error)
 
 
 def drawing_together(
@@ -42,7 +42,7 @@ def drawing_together(
         error = raised
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text_of(error), group=group)
-    raise_together(texts, error)
+    raise_on_all(texts, error)
     return own(trainer, iter(batches), num_batches, *more)
 
 
@@ -52,7 +52,7 @@ def text_of(error: Exception | None) -> str | None:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def raise_together(texts: Sequence[str | None], error: Exception | None) -> None:
+def raise_on_all(texts: Sequence[str | None], error: Exception | None) -> None:
     """Raises this rank's error, or one that tells of it, if one of `texts`, by rank, is not None."""
     first = next((rank for rank, text in enumerate(texts) if text is not None), None)
     if error is not None and len(texts) == 1:

@@ -23,7 +23,7 @@ from longctx.planning.layout import Layout
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.trainers.agreement import raise_together, said_by, text_of
+from longctx.trainers.agreement import raise_on_all, said_by, text_of
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
@@ -241,7 +241,7 @@ class Sharing:
         if self.ids_group is not None:
             dist.all_gather_object(told := told * self.ranks, told[0], group=self.ids_group)
         gathered, texts = zip(*told, strict=True)
-        raise_together(texts, failed)
+        raise_on_all(texts, failed)
         numbers = [itertools.count() for _ in gathered]
         turns = itertools.zip_longest(*gathered, fillvalue=())
         return [
