@@ -14,8 +14,7 @@ No mask is ever built. Anything that the layout cannot express raises an error, 
 interact outside attention: docs/families.md lists the models of transformers that are exact.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -110,6 +109,10 @@ def replace_attention(model: Any, causal: bool = True) -> str:
         )
     replace_linear(model)
     send_latents(model)
+    base = model.base_model
+    if _PackingFromLayout.begin not in base._forward_pre_hooks.values():
+        base.register_forward_pre_hook(_PackingFromLayout.begin, with_kwargs=True)
+        base.register_forward_hook(_PackingFromLayout.end, with_kwargs=True, always_call=True)
     if leaves_gradients():
         model.set_experts_implementation("eager")  # one expert after the other; for good, as plain training needs it too
     return before
@@ -377,13 +380,23 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-@contextmanager
-def packing_from_layout() -> Iterator[None]:
-    """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU."""
-    masks: Any = import_module("transformers.masking_utils")
-    derive = masks.find_packed_sequence_indices
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = derive
+class _PackingFromLayout:
+    """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU.
+
+    Hooks around the forward of a model that is given a layout: a copy of the model has them too, and a compiler sees none.
+    """
+
+    derive: list[Callable[..., Any]] = []  # noqa: RUF012  # one per forward under way
+
+    @classmethod
+    def begin(cls, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
+            masks: Any = import_module("transformers.masking_utils")
+            cls.derive.append(masks.find_packed_sequence_indices)
+            masks.find_packed_sequence_indices = lambda position_ids: None
+
+    @classmethod
+    def end(cls, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
+            masks: Any = import_module("transformers.masking_utils")
+            masks.find_packed_sequence_indices = cls.derive.pop()
