@@ -18,12 +18,12 @@ DOCUMENTS_A_STEP, DOCUMENTS = 12, 41
 
 
 def documents(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Documents of 2 to LONGEST tokens, the first third of each without a loss."""
+    """Documents of 2 to LONGEST tokens, the first third of each without a loss, and the fourth whole."""
     random = np.random.default_rng(seed)
     rows = []
     for length in [LONGEST, 2, *random.integers(2, LONGEST // 2, count - 3), LONGEST - 1]:
         ids = random.integers(0, VOCABULARY, length)
-        labels = np.where(np.arange(length) < length // 3, -100, ids)
+        labels = np.where(np.arange(length) < (length if len(rows) == 3 else length // 3), -100, ids)
         rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     return rows
 

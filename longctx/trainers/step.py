@@ -46,6 +46,7 @@ class Share:
         micro_batch_targets: number of targets of every micro-batch, over all ranks.
         targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target.
         batches: number of batches that the rank with most batches has.
+        read: tokens of this rank's batches, or of their sources.
         exchange: how rows travel; None without documents.
         plan: the plan; None without documents.
     """
@@ -55,6 +56,7 @@ class Share:
     targets: int = 0
     tokens: int = 0
     batches: int = 0
+    read: int = 0
     exchange: Exchange | None = None
     plan: Plan | None = None
 
@@ -141,6 +143,7 @@ class Sharing:
             targets=sum(document.targets for document in planned),
             tokens=sum(document.length for document in everything),
             batches=len(known),
+            read=sum(len(document.tokens if document.source is None else document.source) for document in mine),
             exchange=exchange,
             plan=plan,
         )

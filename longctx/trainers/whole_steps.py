@@ -275,7 +275,6 @@ class _Inputs(dict[str, Any]):
     """A share in the place of a batch. Trainers count the tokens, or those of sources, in `input_ids`."""
 
     def __init__(self, share: Share) -> None:
-        tokens = [(batch.source or batch).tokens for batch in share.micro_batches]
-        ids = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+        ids = torch.zeros(share.read, dtype=torch.int64)
         super().__init__(input_ids=ids, attention_mask=torch.ones_like(ids))
         self.share = share
