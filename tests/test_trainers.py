@@ -59,6 +59,7 @@ OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
 PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}
 
 
@@ -566,6 +567,25 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path, of: Callable[[], Any], 
     with pytest.raises(TrainerError, match=message):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     assert ours.model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Trainer", {"ddp_static_graph": True}, "ddp_static_graph is True.*omit it"),
+        ("RewardTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
+        ("DPOTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
+    ],
+)
+def test_settings_that_ddp_does_not_bear_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], message: str
+) -> None:
+    ours = trainer(tmp_path, **options)
+    if name != "Trainer":
+        as_trl(name)(ours)
+    monkeypatch.setattr(type(ours.args), "world_size", 2)
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
 def as_trl(name: str) -> Callable[[Any], None]:

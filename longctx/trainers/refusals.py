@@ -205,6 +205,14 @@ def _model_problems(trainer: Any, whole: bool) -> Iterator[str]:
             "ddp_find_unused_parameters is off, but documents without images give the encoder of images no gradient: set it to "
             "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
         )
+    calls = whole or needs_sequences(trainer)
+    if ddp and not calls and getattr(trainer.args, "ddp_static_graph", False):
+        yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
+    if ddp and calls and (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        yield (
+            "use_reentrant is True, with which DDP takes one call of the model before backward, but a call is planned as several: "
+            "set gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
     if model.config.is_encoder_decoder and noisy(trainer):
         yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
 
