@@ -305,6 +305,12 @@ def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, case: st
     assert "lora" in options or any(not torch.equal(each, first[name]) for name, each in ours[0]["weights"].items())
 
 
+def test_ranks_stay_alike_after_an_evaluation_before_training(workers: Workers, tmp_path: Path) -> None:
+    """Transformers alone would leave DDP out, and each rank would train by itself."""
+    first, second = workers.run(prefer, 2, tmp_path, "GRPO", True, {"evaluating": True})
+    assert all(torch.equal(second["weights"][name], weight) for name, weight in first["weights"].items())
+
+
 # --- one process, without a group
 
 

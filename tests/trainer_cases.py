@@ -292,7 +292,9 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
 
 
 def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora` and `budget`."""
+    """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora`, `budget`, and
+    `evaluating`, before.
+    """
     import datasets
     import trl
 
@@ -302,7 +304,7 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     if "fsdp" in options:
         select_fsdp_on_cpus()
     lora, budget = options.pop("lora", False), options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK})
-    watched = options.pop("watched", False)
+    watched, evaluating = options.pop("watched", False), options.pop("evaluating", False)
     base = folder / "base"  # TRL loads the reference model from there
     if dist.get_rank() == 0:
         model().save_pretrained(base)
@@ -328,6 +330,8 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
         dynamic_context_parallel(trainer, profile=PROFILE, **budget)
     if watched:
         return {"waits": waits_of_a_trainer(trainer)}
+    if evaluating:
+        trainer.evaluate(trainer.train_dataset)
     trainer.train()
     return report(trainer)
 

@@ -135,6 +135,7 @@ def _replace_parts(trainer: Any, sharing: Sharing, outputs: bool, merge_prefixes
     if (needs_sequences(trainer) or outputs) and sharing.ids_group is not None:
         together = functools.partial(drawing_together, sharing.ids_group)
         undo.enter_context(replaced_method(trainer, "get_batch_samples", together))
+    undo.enter_context(replaced_method(trainer, "train", _wrapping_again))
     if needs_sequences(trainer):
         for model in models:
             undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
@@ -238,6 +239,13 @@ def _whole_outputs(trainer: Any, outputs: PlannedBase) -> Iterator[None]:
             yield
     finally:
         trainer.__class__ = kind
+
+
+def _wrapping_again(own: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
+    """Trains. An evaluation before has prepared the model without DDP, and accelerate would leave it so: each rank for itself."""
+    if not trainer.is_fsdp_enabled:
+        trainer.model._is_accelerate_prepared = False
+    return own(trainer, *arguments, **named)
 
 
 def _recorder(trainer: Any) -> Callable[[float], None]:

@@ -53,8 +53,6 @@ class WholeSteps:
     def train(self: Any, *arguments: Any, **named: Any) -> Any:
         own: Any = super()  # the trainer
         self._next = None
-        if not self.is_fsdp_enabled:  # an evaluation has prepared the model without DDP, and accelerate would leave it so
-            self.model._is_accelerate_prepared = False
         output = own.train(*arguments, **named)
         if self._next is not None:
             self._next[1].exception()  # the step after the last one is shared, too: other ranks may wait for it
