@@ -280,6 +280,19 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grpo on two": ("GRPO", 2, {"budget": WHOLE_BATCHES}),
     "rloo": ("RLOO", 2, {"num_iterations": 2, "num_generations": 4, "steps_per_generation": 2}),
 }
+SEQUENCES |= {
+    f"{kind} {name}={value}": (kind, 2, {name: value})
+    for kind, name, values in [
+        ("DPO", "loss_type", [["ipo"], ["bco_pair"], ["aot"], ["discopop"], ["sigmoid_norm"], ["sigmoid", "sft"]]),
+        ("DPO", "ld_alpha", [0.5]),
+        ("KTO", "loss_type", ["apo_zero_unpaired"]),
+        ("GRPO", "loss_type", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]),
+        ("GRPO", "importance_sampling_level", ["sequence"]),
+        ("GRPO", "top_entropy_quantile", [0.5]),
+        ("RLOO", "normalize_advantages", [True]),
+    ]
+    for value in values
+}
 QUICK = ("dpo with adapters", "dpo with the reference first", "kto", "grpo on two")
 
 

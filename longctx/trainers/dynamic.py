@@ -242,7 +242,7 @@ def _whole_outputs(trainer: Any, outputs: PlannedBase) -> Iterator[None]:
 
 
 def _wrapping_again(own: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
-    """Trains. An evaluation before has prepared the model without DDP, and accelerate would leave it so: each rank for itself."""
+    """Trains. An evaluation before has prepared the model without DDP, and accelerate would leave it so."""
     if not trainer.is_fsdp_enabled:
         trainer.model._is_accelerate_prepared = False
     return own(trainer, *arguments, **named)

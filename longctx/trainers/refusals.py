@@ -210,8 +210,8 @@ def _model_problems(trainer: Any, whole: bool) -> Iterator[str]:
         yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
     if ddp and calls and (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         yield (
-            "use_reentrant is True, with which DDP takes one call of the model before backward, but a call is planned as several: "
-            "set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            "use_reentrant is True, with which DDP takes one call of the model before backward, but a call is planned as "
+            "several: set gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     if model.config.is_encoder_decoder and noisy(trainer):
         yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
