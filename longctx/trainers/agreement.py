@@ -31,19 +31,45 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
     raise_on_all(texts, error)
 
 
-def drawing_together(
-    group: Any, own: Callable[..., Any], trainer: Any, epoch_iterator: Iterator[Any], num_batches: int, *more: Any
-) -> Any:
-    """Calls `get_batch_samples` of a trainer; what a data set or a collator raises on one rank ends all. Collective."""
-    batches, error = [], None
+def drawing_together(group: Any, own: Callable[..., Any], trainer: Any, batches: Iterator[Any], count: int, *more: Any) -> Any:
+    """Calls `get_batch_samples` of a trainer with batches that are `drawn`. Collective."""
+    return own(trainer, iter(drawn(group, batches, count)), count, *more)
+
+
+def evaluating_together(group: Any, own: Callable[..., Any], trainer: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
+    """Calls `evaluation_loop` of a trainer with batches that are `drawn`. Collective."""
+    return own(trainer, _DrawingTogether(dataloader, group), *more, **named)
+
+
+class _DrawingTogether:
+    """A loader whose batches are `drawn`."""
+
+    def __init__(self, loader: Any, group: Any) -> None:
+        self.loader, self.group = loader, group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        while batch := drawn(self.group, batches, 1):
+            yield from batch
+
+
+def drawn(group: Any, batches: Iterator[Any], count: int) -> list[Any]:
+    """Returns the next batches; what a data set or a collator raises on one rank ends all. Collective."""
+    found, error = [], None
     try:
-        batches = list(itertools.islice(epoch_iterator, num_batches))
+        found = list(itertools.islice(batches, count))
     except Exception as raised:  # data sets and collators may raise anything
         error = raised
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text_of(error), group=group)
     raise_on_all(texts, error)
-    return own(trainer, iter(batches), num_batches, *more)
+    return found
 
 
 def text_of(error: Exception | None) -> str | None:

@@ -10,7 +10,7 @@ images.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,16 +38,21 @@ class PlannedCall:
     calls: Iterator[int] = field(default_factory=itertools.count)
 
     def values_of(
-        self, rows: Sequence[Document], mask: torch.Tensor, compute: Callable[[MicroBatch, int], torch.Tensor]
+        self, read: Callable[[], list[Document]], mask: torch.Tensor, compute: Callable[[MicroBatch, int], torch.Tensor]
     ) -> torch.Tensor:
         """Returns values of the tokens of this rank's rows, [*mask.shape, ..]; 0 where `mask` is. Collective.
 
-        `compute` returns values [tokens, ..] of a micro-batch, given the number of the call.
+        `read` returns the rows' documents; what it raises on one rank ends all. `compute` returns values [tokens, ..] of a
+        micro-batch, given the number of the call.
         """
-        documents, places = self._merged(list(rows))
+        documents, places, failed = list[Document](), None, None
+        try:
+            documents, places = self._merged(read())
+        except Exception as error:  # others would wait
+            failed = error
         kept = mask.cpu()  # before the model runs: the host waits for no more than the batch
         # Every row: a rank whose rows have no target takes part in the backward of the others.
-        share = self.sharing.share([documents], every=True)
+        share = self.sharing.share([documents], every=True, failed=failed)
         # One graph is kept as it is; of several, each keeps only its inputs.
         recompute = len(share.micro_batches) > 1 and torch.is_grad_enabled()
         run = functools.partial(self._run, compute, next(self.calls))

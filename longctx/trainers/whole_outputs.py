@@ -15,7 +15,7 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import HARMLESS, evaluating
-from longctx.trainers.documents import rows_of
+from longctx.trainers.documents import Document, rows_of
 from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.prepared import replaced_method
 from longctx.trainers.refusals import TrainerError
@@ -95,13 +95,17 @@ class PlannedBase(PlannedCall):
                 f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(FIELDS)}"
             )
         self.mask = mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
-        if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
-            raise TrainerError(
-                f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds the "
-                "last token of a row: set pad_token_id to what the collator pads with"
-            )
-        fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
-        rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
+
+        def read() -> list[Document]:
+            if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
+                raise TrainerError(
+                    f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds "
+                    "the last token of a row: set pad_token_id to what the collator pads with"
+                )
+            fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
+            rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
+            return [document for row in rows for document in row]
+
         kinds: list[Any] = []
 
         def run(batch: MicroBatch, call: int) -> torch.Tensor:
@@ -112,7 +116,7 @@ class PlannedBase(PlannedCall):
             hidden: torch.Tensor = output.last_hidden_state[0]
             return hidden
 
-        hidden = self.values_of([document for row in rows for document in row], mask, run)
+        hidden = self.values_of(read, mask, run)
         return output_of(base, kinds[0], hidden)
 
     def without_padding(self, own: Callable[..., Any], head: Any, hidden: torch.Tensor) -> Any:

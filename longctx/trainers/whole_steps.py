@@ -114,8 +114,13 @@ class WholeSteps:
         of_pairs = self.dynamic.seq2seq is not None
         ids: Any = inputs.get("decoder_input_ids" if of_pairs and labels is None else "input_ids")
         targets: Any = torch.full_like(ids, IGNORED_LABEL) if labels is None and ids is not None else labels
-        rows = self._rows({**inputs, "labels": targets}, training=False)
-        share = self.dynamic.start([list(itertools.chain.from_iterable(rows))], every=not prediction_loss_only).result()
+        rows, failed = [], None
+        try:
+            rows = self._rows({**inputs, "labels": targets}, training=False)
+        except Exception as error:  # other ranks would wait
+            failed = error
+        documents = list(itertools.chain.from_iterable(rows))
+        share = self.dynamic.start([documents], every=not prediction_loss_only, failed=failed).result()
         mask, loss = inputs.get("attention_mask"), torch.zeros((), device=self.args.device)
         kept = (columns_of(rows, targets) if of_pairs else torch.ones_like(ids) if mask is None else mask).cpu()
         with torch.no_grad(), self.compute_loss_context_manager(), self._metrics_of_the_step(share):
