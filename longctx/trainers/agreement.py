@@ -26,9 +26,7 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
         yield
     except UserError as found:
         error = found
-    texts: list[str | None] = [None] * ranks
-    dist.all_gather_object(texts, text_of(error))
-    raise_on_all(texts, error)
+    _end_all(error, None)
 
 
 def drawing_together(group: Any, own: Callable[..., Any], trainer: Any, batches: Iterator[Any], count: int, *more: Any) -> Any:
@@ -61,15 +59,24 @@ class _DrawingTogether:
 
 def drawn(group: Any, batches: Iterator[Any], count: int) -> list[Any]:
     """Returns the next batches; what a data set or a collator raises on one rank ends all. Collective."""
-    found, error = [], None
+    found: list[Any]
+    found, error = attempted(lambda: list(itertools.islice(batches, count)), [])
+    _end_all(error, group)
+    return found
+
+
+def attempted(function: Callable[[], Any], otherwise: Any) -> tuple[Any, Exception | None]:
+    """Returns the value of a function, or `otherwise` and what it raised: other ranks would wait for this one."""
     try:
-        found = list(itertools.islice(batches, count))
-    except Exception as raised:  # data sets and collators may raise anything
-        error = raised
+        return function(), None
+    except Exception as error:  # data sets and collators may raise anything
+        return otherwise, error
+
+
+def _end_all(error: Exception | None, group: Any) -> None:
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text_of(error), group=group)
     raise_on_all(texts, error)
-    return found
 
 
 def text_of(error: Exception | None) -> str | None:
@@ -94,11 +101,9 @@ def said_by(rank: int, error: Exception) -> Exception:
         before = sys.excepthook
 
         def print_once(kind: Any, raised: Any, trace: Any) -> None:
-            if not hasattr(raised, SAID):
-                before(kind, raised, trace)
-            elif not getattr(raised, SAID) and isinstance(raised, UserError):
+            if hasattr(raised, SAID) and isinstance(raised, UserError) and not getattr(raised, SAID):
                 print(f"error: {raised}", file=sys.stderr, flush=True)
-            elif not getattr(raised, SAID):
+            elif not getattr(raised, SAID, False):
                 before(kind, raised, trace)
 
         sys.excepthook = print_once

@@ -5,17 +5,16 @@ vocabulary. A few tokens tell whether a model's loss is that of hidden states ti
 their logits, keep all of them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.hf.exactness import evaluating
+from longctx.hf.exactness import evaluating, replaced
 from longctx.trainers.kinds import trainer_of_trl
-from longctx.trainers.prepared import replaced
 from longctx.trainers.router_loss import without_router_loss
 from longctx.training.objectives.loss import cross_entropy_sum
 
@@ -44,13 +43,8 @@ class ChunkedLoss:
         chunked = cls(model)
         return chunked if chunked._is_exact(model) else None
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        self._used = True
-        try:
-            yield
-        finally:
-            self._used = False
+    def used(self) -> AbstractContextManager[None]:
+        return replaced(self, "_used", True)
 
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if not self._used:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pyarrow import compute
 
 from longctx.attention import warm_up
+from longctx.hf.exactness import replaced
 from longctx.hf.lora import with_adapters
 from longctx.hf.model import block_name
 from longctx.hf.spec import spec_of, spec_of_seq2seq
@@ -118,7 +119,7 @@ def _replace_parts(trainer: Any, sharing: Sharing, kind: Kind, merge_prefixes: b
     if noisy(trainer):
         sharing.noise = Noise(trainer)
         undo.enter_context(sharing.noise.used_by(models[0]))
-    merged = _recorder(trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
+    merged = functools.partial(_record, trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
     if is_vision(models[0]) and kind != "rows":
         sharing.vision = models[0]
         for model in models:
@@ -128,9 +129,9 @@ def _replace_parts(trainer: Any, sharing: Sharing, kind: Kind, merge_prefixes: b
             undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
         return
     if kind == "rows":
-        undo.enter_context(_whole_outputs(trainer, PlannedBase(sharing, None if sharing.predicts_masked else merged)))
+        _plan_outputs(trainer, undo, PlannedBase(sharing, None if sharing.predicts_masked else merged))
         return
-    undo.enter_context(_whole_steps(trainer))
+    _plan_steps(trainer, undo)
     if sharing.chunked_loss is not None:
         undo.enter_context(replaced_method(models[0], "forward", sharing.chunked_loss))
     if balances(trainer):
@@ -187,26 +188,31 @@ def _groups(
 
 
 @contextlib.contextmanager
-def _whole_steps(trainer: Any) -> Iterator[None]:
-    kind, collate, sums = type(trainer), trainer.data_collator, trainer.model_accepts_loss_kwargs
-    trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
-    trainer.model_accepts_loss_kwargs = True  # otherwise losses of batches would be averaged
+def _extended(trainer: Any, mixin: type, **more: Any) -> Iterator[None]:
+    """Makes a trainer one of a subclass of its class, after `mixin`."""
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, **more})
+    try:
+        yield
+    finally:
+        trainer.__class__ = kind
+
+
+def _plan_steps(trainer: Any, undo: contextlib.ExitStack) -> None:
+    undo.callback(vars(trainer).pop, "_next", None)
+    undo.enter_context(_extended(trainer, WholeSteps))
+    undo.enter_context(replaced(trainer, "model_accepts_loss_kwargs", True))  # otherwise losses of batches would be averaged
     vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
     pairs = prepared_part(trainer, trainer.model).config.is_encoder_decoder
-    trainer.data_collator = (WatchingTargets if pairs else CountingRows)(collate)
+    collate = (WatchingTargets if pairs else CountingRows)(trainer.data_collator)
+    undo.enter_context(replaced(trainer, "data_collator", collate))
     prepare_loader = trainer.accelerator.prepare_data_loader
 
     def on_host(loader: Any, device_placement: Any = None, **others: Any) -> Any:
         """Leaves batches in host memory, where they are planned: to read them back would wait for the step before."""
         return prepare_loader(loader, device_placement=False, **others)
 
-    trainer.accelerator.prepare_data_loader = on_host
-    try:
-        yield
-    finally:
-        del trainer.accelerator.prepare_data_loader
-        trainer.__class__, trainer.data_collator, trainer.model_accepts_loss_kwargs = kind, collate, sums
-        vars(trainer).pop("_next", None)
+    undo.enter_context(replaced(trainer.accelerator, "prepare_data_loader", on_host))
 
 
 def _note_of_outputs(model: Any) -> str:
@@ -218,30 +224,20 @@ def _note_of_outputs(model: Any) -> str:
     return f"note: the loss gets outputs of whole rows: calls of the model are planned, not steps{size}{hidden}"
 
 
-@contextlib.contextmanager
-def _whole_outputs(trainer: Any, outputs: PlannedBase) -> Iterator[None]:
-    kind, model = type(trainer), prepared_part(trainer, trainer.model)
+def _plan_outputs(trainer: Any, undo: contextlib.ExitStack, outputs: PlannedBase) -> None:
+    model = prepared_part(trainer, trainer.model)
     outputs.means = has_loss_of_head(trainer) and not trainer.args.label_smoothing_factor
     if type(model).__name__.endswith("ForSequenceClassification") and not is_encoder(model.base_model):
         outputs.padding = model.config.get_text_config().pad_token_id
-    trainer.__class__ = type(kind.__name__, (WholeOutputs, kind), {"__module__": kind.__module__, "outputs": outputs})
-    try:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(replaced_method(model.base_model, "forward", outputs))
-            if hasattr(model, ANSWERS):
-                undo.enter_context(replaced_method(getattr(model, ANSWERS), "forward", outputs.without_padding))
-            yield
-    finally:
-        trainer.__class__ = kind
+    undo.enter_context(_extended(trainer, WholeOutputs, outputs=outputs))
+    undo.enter_context(replaced_method(model.base_model, "forward", outputs))
+    if hasattr(model, ANSWERS):
+        undo.enter_context(replaced_method(getattr(model, ANSWERS), "forward", outputs.without_padding))
 
 
-def _recorder(trainer: Any) -> Callable[[float], None]:
-    """Returns a function that adds a number to the metrics that TRL averages and logs."""
-
-    def record(share: float) -> None:
-        trainer._metrics["train" if trainer.model.training else "eval"]["tokens_after_merging"].append(share)
-
-    return record
+def _record(trainer: Any, share: float) -> None:
+    """Adds a number to the metrics that TRL averages and logs."""
+    trainer._metrics["train" if trainer.model.training else "eval"]["tokens_after_merging"].append(share)
 
 
 def _spec_of(trainer: Any) -> ModelSpec:

@@ -1,11 +1,8 @@
 """Calls of a model that are planned, for losses that need whole rows.
 
 The rows of all ranks are shared like documents of a step, every rank runs its micro-batches, and sends the values to the ranks
-whose rows they are of. Each rank computes its own loss from them, and DDP or FSDP averages the gradients, as before. A call is
-balanced, not a step.
-
-Rows of a rank that begin alike, such as the completions of a prompt, become trees, which are computed once, unless some have
-images.
+whose rows they are of. Each rank computes its own loss from them, and DDP or FSDP averages the gradients, as before. Rows of a
+rank that begin alike, such as the completions of a prompt, become trees, which are computed once, unless some have images.
 """
 
 import functools
@@ -19,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longctx.data.packing import MicroBatch
 from longctx.data.trees import merge_prefixes
+from longctx.trainers.agreement import attempted
 from longctx.trainers.documents import Document
 from longctx.trainers.step import Sharing
 
@@ -45,11 +43,7 @@ class PlannedCall:
         `read` returns the rows' documents; what it raises on one rank ends all. `compute` returns values [tokens, ..] of a
         micro-batch, given the number of the call.
         """
-        documents, places, failed = list[Document](), None, None
-        try:
-            documents, places = self._merged(read())
-        except Exception as error:  # others would wait
-            failed = error
+        (documents, places), failed = attempted(lambda: self._merged(read()), ([], None))
         kept = mask.cpu()  # before the model runs: the host waits for no more than the batch
         # Every row: a rank whose rows have no target takes part in the backward of the others.
         share = self.sharing.share([documents], every=True, failed=failed)

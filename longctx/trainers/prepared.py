@@ -83,19 +83,6 @@ def replaced_method(model: Any, name: str, ours: Callable[..., Any]) -> Iterator
             vars(model)[name] = hidden
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of a module, of torch or of Python, which gets back the one of its own, or none."""
-    before = vars(owner).get(name)
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        vars(owner).pop(name)
-        if before is not None:
-            vars(owner)[name] = before
-
-
 def attention_of(model: Any) -> dict[str, str]:
     """Returns the names of the attention of a model and of its parts, as transformers sets them: a tower has its own."""
     parts = {name: part for name in model.config.sub_configs if (part := getattr(model.config, name, None)) is not None}

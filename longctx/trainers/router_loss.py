@@ -6,16 +6,15 @@ tokens. Trainers of sequences have it over the rows of a rank's call, as in plai
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from longctx.hf.exactness import OF_ALL_RANKS
+from longctx.hf.exactness import OF_ALL_RANKS, replaced
 from longctx.trainers.kinds import trainer_of_trl
-from longctx.trainers.prepared import replaced
 from longctx.trainers.refusals import TrainerError
 
 NAME = "load_balancing_loss_func"
@@ -81,23 +80,15 @@ def loss_of_rows(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return len(chosen) * (probabilities * chosen.detach()).sum()
 
 
-@contextmanager
-def by_token() -> Iterator[None]:
+def by_token() -> AbstractContextManager[None]:
     """Makes TRL's fused head return `statistics` in place of the loss."""
     from transformers.models.mixtral import modeling_mixtral
 
-    with replaced(modeling_mixtral, NAME, statistics):
-        yield
+    return replaced(modeling_mixtral, NAME, statistics)
 
 
-@contextmanager
-def without_router_loss(model: Any) -> Iterator[None]:
+def without_router_loss(model: Any) -> AbstractContextManager[None]:
     """Lets a model be checked as if its config did not ask for the auxiliary loss of routers."""
     config = model.config if model.config.is_encoder_decoder else model.config.get_text_config()
-    if asked := getattr(config, "output_router_logits", None):
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        if asked:
-            config.output_router_logits = asked
+    asked = getattr(config, "output_router_logits", False)
+    return replaced(config, "output_router_logits", False) if asked else nullcontext()
