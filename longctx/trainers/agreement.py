@@ -1,5 +1,6 @@
 """Errors of all ranks: what one rank refuses, all refuse, and one of them prints it."""
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,24 +27,24 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
         yield
     except UserError as found:
         error = found
-    _end_all(error, None)
+    end_all(error, None)
 
 
-def drawing_together(group: Any, own: Callable[..., Any], trainer: Any, batches: Iterator[Any], count: int, *more: Any) -> Any:
+def drawing_together(sharing: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any) -> Any:
     """Calls `get_batch_samples` of a trainer with batches that are `drawn`. Collective."""
-    return own(trainer, iter(drawn(group, batches, count)), count, *more)
+    return own(trainer, iter(drawn(sharing, batches, count)), count, *more)
 
 
-def evaluating_together(group: Any, own: Callable[..., Any], trainer: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
+def evaluating_together(sharing: Any, own: Any, trainer: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
     """Calls `evaluation_loop` of a trainer with batches that are `drawn`. Collective."""
-    return own(trainer, _DrawingTogether(dataloader, group), *more, **named)
+    return own(trainer, _DrawingTogether(dataloader, sharing), *more, **named)
 
 
 class _DrawingTogether:
     """A loader whose batches are `drawn`."""
 
-    def __init__(self, loader: Any, group: Any) -> None:
-        self.loader, self.group = loader, group
+    def __init__(self, loader: Any, sharing: Any) -> None:
+        self.loader, self.sharing = loader, sharing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -53,15 +54,15 @@ class _DrawingTogether:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
-        while batch := drawn(self.group, batches, 1):
+        while batch := drawn(self.sharing, batches, 1):
             yield from batch
 
 
-def drawn(group: Any, batches: Iterator[Any], count: int) -> list[Any]:
+def drawn(sharing: Any, batches: Iterator[Any], count: int) -> list[Any]:
     """Returns the next batches; what a data set or a collator raises on one rank ends all. Collective."""
     found: list[Any]
-    found, error = attempted(lambda: list(itertools.islice(batches, count)), [])
-    _end_all(error, group)
+    found, error = attempted(functools.partial(list, itertools.islice(batches, count)), [])
+    sharing.end_all(error)
     return found
 
 
@@ -73,16 +74,15 @@ def attempted(function: Callable[[], Any], otherwise: Any) -> tuple[Any, Excepti
         return otherwise, error
 
 
-def _end_all(error: Exception | None, group: Any) -> None:
+def end_all(error: Exception | None, group: Any) -> None:
+    """Raises an error of one rank on all ranks. Collective."""
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text_of(error), group=group)
     raise_on_all(texts, error)
 
 
 def text_of(error: Exception | None) -> str | None:
-    if error is None:
-        return None
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return None if error is None else str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def raise_on_all(texts: Sequence[str | None], error: Exception | None) -> None:

@@ -147,7 +147,7 @@ def _draw_together(trainer: Any, sharing: Sharing, kind: Kind) -> None:
     """Makes an error of the data of one rank end all, also in evaluations."""
     ways = {"evaluation_loop": evaluating_together} | ({} if kind == "steps" else {"get_batch_samples": drawing_together})
     for name, together in ways.items() if sharing.ids_group is not None else ():
-        sharing.undo.enter_context(replaced_method(trainer, name, functools.partial(together, sharing.ids_group)))
+        sharing.undo.enter_context(replaced_method(trainer, name, functools.partial(together, sharing)))
 
 
 def restore(trainer: Any) -> None:

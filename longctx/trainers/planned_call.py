@@ -26,10 +26,7 @@ LEAST_SHARED = 16
 
 @dataclass
 class PlannedCall:
-    """Plans the calls of a model.
-
-    `merged`, if it is given, is called with the share of a batch's tokens that are left after merging; None: rows stay apart.
-    """
+    """Plans the calls of a model. `merged` gets the share of a batch's tokens that merging leaves; None: rows stay apart."""
 
     sharing: Sharing
     merged: Callable[[float], None] | None = None

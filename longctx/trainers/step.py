@@ -22,7 +22,7 @@ from longctx.planning.layout import Layout
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.trainers.agreement import raise_on_all, said_by, text_of
+from longctx.trainers.agreement import end_all, raise_on_all, said_by, text_of
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
@@ -115,6 +115,10 @@ class Sharing:
     def start(self, *given: Any, **named: Any) -> Future[Share]:
         """Begins `share` in a thread."""
         return self._thread.submit(self.share, *given, **named)
+
+    def end_all(self, error: Exception | None) -> None:
+        """Raises an error of one rank on all ranks, after what is being shared. Collective."""
+        self._thread.submit(end_all, error, self.ids_group).result()
 
     def share(self, batches: Sequence[Sequence[Document]], every: bool = False, failed: Exception | None = None) -> Share:
         """Returns this rank's share of the documents that all ranks have in their batches. Collective.
