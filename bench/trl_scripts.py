@@ -60,7 +60,7 @@ WAYS = {
     "--use_peft --lora_dropout 0": Way(more=COMPARED),
     "--use_peft --load_in_4bit": Way(more=("--load_in_4bit", *COMPARED)),
     "--use_peft --load_in_4bit, adapters in float32": Way(more=("--load_in_4bit", *COMPARED), line=IN_FLOAT32),
-    "a mixture": Way("mixture", scripts=("sft", *SEQUENCES)),
+    "a mixture": Way("mixture"),
     "a mixture, steps of one micro-batch": Way(
         "mixture", given='tokens_per_rank=512, mode="static", degree=2', scripts=("sft",)
     ),
