@@ -7,8 +7,10 @@ import torch
 
 from longctx.attention.linear.scan import Scan
 from longctx.attention.linear.segments import RankSegments
-from longctx.hf.attention import _row
+from longctx.data.packing import pack_documents
+from longctx.hf.attention import model_inputs, prepare
 from longctx.planning.layout import Layout, Placement
+from longctx.planning.planners.planner import make_plan
 from longctx.training.objectives.loss import log_probabilities, rows_with_labels
 from tests.host_waits import HostWaits, waits_of_a_step
 from tests.workers import Workers
@@ -62,7 +64,7 @@ def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Wor
     from tests.trainer_cases import prefer
 
     found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
-    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of", "pageable copy by to at drawing_together"}
+    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of", "pageable copy by to at attempted"}
 
 
 def test_a_step_with_images_and_videos_reads_no_masks(workers: Workers, tmp_path: Path) -> None:
@@ -100,7 +102,11 @@ def test_a_scan_is_built_without_pageable_copies(rank: int) -> None:
 
 
 def test_inputs_of_a_prepared_model_are_no_pageable_copies() -> None:
-    watch = HostWaits()
+    from tests.trainer_cases import PROFILE, model
+
+    watch, made = HostWaits(), model()
+    prepare(made)
+    (batch,), targets = pack_documents(make_plan([3], ranks=1, tokens_per_rank=8, profile=PROFILE), 0, [[0, 1, 2]], [[0, 1, 2]])
     with watch.watching(iter([])):
-        row = _row(torch.arange(3), torch.device("cpu"))
-    assert watch.found == set() and watch.on_device and row.tolist() == [[0, 1, 2]]
+        inputs = model_inputs(made, batch, targets, device=torch.device("cpu"))
+    assert watch.found == set() and watch.on_device and inputs["input_ids"].tolist() == [[0, 1, 2]]

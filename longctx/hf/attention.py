@@ -14,8 +14,8 @@ No mask is ever built. Anything that the layout cannot express raises an error, 
 interact outside attention: docs/families.md lists the models of transformers that are exact.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -32,7 +32,7 @@ from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
-from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments
+from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments, replaced
 from longctx.hf.latents import latents_of, send_keys, send_latents
 from longctx.hf.linear import linear_layers, replace_linear, restore_linear
 from longctx.hf.masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
@@ -208,13 +208,14 @@ def model_inputs(
         )
     options: dict[str, Any] = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
     options |= {"ranks_per_node": ranks_per_node, "across": across}
-    tokens, positions = (_row(tensor, device) for tensor in (batch.tokens, batch.positions))
+    tokens, positions = (copy_to(row(tensor), device) for tensor in (batch.tokens, batch.positions))
     inputs: dict[str, Any]
     if source is None:
         inputs = {"input_ids": tokens, "position_ids": positions + first_position(prepared), "use_cache": False}
         inputs["ring_attention"] = _rings(batch.layout, Mask(causal=causal, blocks=blocks or {}), options)
     else:
-        inputs = attention_inputs(tokens, positions, *(_row(tensor, device) for tensor in (source.tokens, source.positions)))
+        read = (copy_to(row(tensor), device) for tensor in (source.tokens, source.positions))
+        inputs = attention_inputs(tokens, positions, *read)
         masks = {role: Mask(causal=role == "decoder", hidden=source.hidden if role == "decoder" else {}) for role in ROLES}
         layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
         inputs["ring_attention"] = ByRole({role: _rings(layouts[role], masks[role], options) for role in ROLES})
@@ -226,14 +227,14 @@ def model_inputs(
                 "has none: leave target_tokens out, and compute the loss from its output, batch.labels and batch.weights"
             )
         # `labels` makes the model compute a loss; it computes the loss from `shift_labels`.
-        labels = _row(batch.labels, device, -100)
+        labels = copy_to(row(batch.labels, -100), device)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
     return inputs
 
 
-def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> torch.Tensor:
-    """Returns [1, tokens]. Models cannot reshape empty inputs: a rank without tokens gets one padding token."""
-    return copy_to(torch.nn.functional.pad(tensor, (0, int(not len(tensor))), value=filler), device).unsqueeze(0)
+def row(tensor: torch.Tensor, filler: int = 0) -> torch.Tensor:
+    """Returns [.., 1, tokens] of [.., tokens], with one padding token if there are none, which models cannot reshape."""
+    return torch.nn.functional.pad(tensor, (0, int(not tensor.shape[-1])), value=filler).unsqueeze(-2)
 
 
 def _rings(layout: Layout | CrossLayout, mask: Mask, options: Mapping[str, Any]) -> "Rings":
@@ -377,13 +378,6 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-@contextmanager
-def packing_from_layout() -> Iterator[None]:
+def packing_from_layout() -> AbstractContextManager[None]:
     """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU."""
-    masks: Any = import_module("transformers.masking_utils")
-    derive = masks.find_packed_sequence_indices
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = derive
+    return replaced(import_module("transformers.masking_utils"), "find_packed_sequence_indices", lambda position_ids: None)
