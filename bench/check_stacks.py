@@ -104,6 +104,17 @@ def ours(make: Make) -> Make:
     return made
 
 
+def evaluated(make: Make) -> Make:
+    """Evaluates before the first step, as to know the loss of a checkpoint."""
+
+    def made(probe: Probe) -> Any:
+        found = make(probe)
+        found.evaluate(found.train_dataset)
+        return found
+
+    return made
+
+
 STACKS: dict[str, Make] = {
     "Trainer, padded at the right": trainer(padded()),
     "Trainer, padded at the left": trainer(padded("left")),
@@ -112,6 +123,7 @@ STACKS: dict[str, Make] = {
     "Trainer, padded, BART's decoder": trainer(padded(), "bart"),
     "Trainer, padded, five rows a batch": trainer(padded(), per_device_train_batch_size=5, gradient_accumulation_steps=2),
     "Trainer, `average_tokens_across_devices=False`": trainer(padded(), average_tokens_across_devices=False),
+    "Trainer, `evaluate` before": evaluated(trainer(padded())),
     "Trainer, `DataCollatorWithFlattening`, Qwen 3": trainer(flattening),
     "Trainer, `DataCollatorWithFlattening`, GPT-2": trainer(flattening, "gpt2"),
     "Trainer, `DataCollatorWithFlattening`, gpt-oss": trainer(flattening, "gpt_oss"),
@@ -122,10 +134,12 @@ STACKS: dict[str, Make] = {
     "TRL, packing `bfd`": by_trl(packing=True, packing_strategy="bfd", max_length=64),
     "TRL, packing `bfd_split`": by_trl(packing=True, packing_strategy="bfd_split", max_length=32),
     "TRL, packing `wrapped`": by_trl(packing=True, packing_strategy="wrapped", max_length=32),
+    "TRL, `evaluate` before": evaluated(by_trl()),
     "TRL, `chunked_nll`": by_trl(loss_type="chunked_nll"),
     "longctx in Trainer": ours(trainer(padded())),
     "longctx in Trainer, flattened": ours(trainer(flattening)),
     "longctx in TRL": ours(by_trl()),
+    "longctx in TRL, `evaluate` before": evaluated(ours(by_trl())),
 }
 
 

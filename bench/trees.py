@@ -61,7 +61,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=RANKS, help="ranks of the domain, with --groups")
     arguments = parser.parse_args()
     if arguments.groups:
-        print(*(f"{name} {value}" for name, value in predicted(arguments.groups, arguments.ranks).items()), sep="\n")
+        found = predicted(arguments.groups, arguments.ranks)
+        print(f"predicted step on {arguments.ranks} GPUs ({PROFILE}), the mean of {STEPS}")
+        print(f"one degree, {found['fixed_degree']}, for all  {found['tokens']:9,} tokens  {found['fixed_static_s']:8.3f} s")
+        print(f"a degree per sequence    {found['tokens']:9,} tokens  {found['sequences_s']:8.3f} s")
+        print(f"and prefixes once        {found['merged_tokens']:9,} tokens  {found['trees_s']:8.3f} s")
         return
     torch.set_num_threads(1)
     known = facts("torch", "transformers", "longctx") | {"rounds": str(arguments.rounds), "command": command(arguments.out)}

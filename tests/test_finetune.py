@@ -378,6 +378,9 @@ def test_a_dry_run_needs_no_data(checkpoint: Path, tmp_path: Path, capfd: pytest
     (epoch,) = re.findall(r"run        \d+ steps \(an epoch has (\d+), of 103,000 tokens\)", out)
     assert int(epoch) == pytest.approx(103_000 / 2000, abs=2) and f"from {tmp_path}" in out and "\ngain " in out
     assert not (tmp_path / "lengths").exists() and "to train:" not in out
+    dropped = ["--dry-run", "--lengths", tmp_path / "lengths.txt", "--max-length", 1000, "--long-documents", "drop"]
+    assert "tokens (the longest has 50), from" in (shorter := finetune(capfd, checkpoint, *dropped))
+    assert "of 100,000 tokens)" in shorter
     (tmp_path / "recipe.yaml").write_text("model: {from_pretrained: nobody/has-this}\n")  # MODEL takes its place
     again = finetune(
         capfd, checkpoint, "--dry-run", "--lengths", tmp_path / "lengths.txt", "--config", tmp_path / "recipe.yaml"

@@ -9,8 +9,9 @@ import torch
 from longctx.attention.linear.scan import Scan
 from longctx.attention.linear.segments import RankSegments
 from longctx.data.packing import pack_documents
-from longctx.hf.attention import _row
+from longctx.hf.attention import model_inputs, prepare
 from longctx.planning.layout import Layout, Placement
+from longctx.planning.planners.planner import make_plan
 from longctx.training.objectives.loss import log_probabilities, rows_with_labels
 from tests.data_cases import placed_plan
 from tests.host_waits import HostWaits, waits_of_a_step
@@ -65,7 +66,7 @@ def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Wor
     from tests.trainer_cases import prefer
 
     found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
-    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of", "pageable copy by to at drawing_together"}
+    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of", "pageable copy by to at attempted"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
@@ -73,7 +74,6 @@ def test_an_own_loop_reads_nothing_of_a_micro_batch(kind: str) -> None:
     """Bare `model(**model_inputs(..))`: transformers would look for packed sequences in the positions."""
     from transformers import masking_utils
 
-    from longctx.hf.attention import model_inputs
     from tests.huggingface_cases import build_model, make_documents
 
     model = build_model(kind, "longctx")
@@ -123,7 +123,11 @@ def test_a_scan_is_built_without_pageable_copies(rank: int) -> None:
 
 
 def test_inputs_of_a_prepared_model_are_no_pageable_copies() -> None:
-    watch = HostWaits()
+    from tests.trainer_cases import PROFILE, model
+
+    watch, made = HostWaits(), model()
+    prepare(made)
+    (batch,), targets = pack_documents(make_plan([3], ranks=1, tokens_per_rank=8, profile=PROFILE), 0, [[0, 1, 2]], [[0, 1, 2]])
     with watch.watching(iter([])):
-        row = _row(torch.arange(3), torch.device("cpu"))
-    assert watch.found == set() and watch.on_device and row.tolist() == [[0, 1, 2]]
+        inputs = model_inputs(made, batch, targets, device=torch.device("cpu"))
+    assert watch.found == set() and watch.on_device and inputs["input_ids"].tolist() == [[0, 1, 2]]

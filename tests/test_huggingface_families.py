@@ -38,6 +38,9 @@ on one process.
 BERT and its like are built with `is_decoder=True`, models of several modalities take text alone. A config may have other layers
 than its default: `prepare` looks at the model that it is given, not at its name.
 
+They train under FSDP2 and context parallelism; tensor, pipeline and expert parallelism need
+[the native decoder](transformers.md).
+
 Written by `python -m tests.test_huggingface_families`, checked by `pytest -m slow tests/test_huggingface_families.py`.
 
 | model type | class | outcome | error of loss | of gradients | mixed | note |

@@ -82,10 +82,10 @@ def test_another_loss_of_routers_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert ours.model.config.output_router_logits and not hasattr(ours, "dynamic")
 
 
-def test_trainers_of_sequences_refuse_it(tmp_path: Path) -> None:
-    from trl import DPOTrainer
+def test_losses_of_whole_rows_refuse_it(tmp_path: Path) -> None:
+    from trl import RewardTrainer
 
     ours = trainer(tmp_path, of=model("qwen3_moe"))
-    ours.__class__ = type("DPOTrainer", (DPOTrainer,), {"__module__": "trl.trainer.dpo_trainer"})
-    with pytest.raises(TrainerError, match=r"whole steps of models of text alone: set router_aux_loss_coef=0.0 in TrainingArg"):
+    ours.__class__ = type("RewardTrainer", (RewardTrainer,), {"__module__": "trl.trainer.reward_trainer"})
+    with pytest.raises(TrainerError, match=r"or losses of whole rows: set router_aux_loss_coef=0.0 in TrainingArg"):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)

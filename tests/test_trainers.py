@@ -59,6 +59,7 @@ OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
 PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}
 
 
@@ -268,6 +269,7 @@ def test_a_run_resumes_bit_by_bit_and_on_other_ranks(workers: Workers, tmp_path:
 WHOLE_BATCHES = {"tokens_per_rank": 8 * LONGEST, "mode": "static", "degree": 2}
 """A budget with which a call is one micro-batch, whose graph is kept; otherwise there are several, which are recomputed."""
 
+MIXTURE = {"kind": "qwen3_moe"}
 SEQUENCES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dpo": ("DPO", 3, {}),
     "dpo apart": ("DPO", 2, {"budget": {"tokens_per_rank": TOKENS_PER_RANK, "merge_prefixes": False}}),
@@ -278,8 +280,28 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grpo with kl": ("GRPO", 2, {"beta": 0.04}),
     "grpo on two": ("GRPO", 2, {"budget": WHOLE_BATCHES}),
     "rloo": ("RLOO", 2, {"num_iterations": 2, "num_generations": 4, "steps_per_generation": 2}),
+    "dpo of a mixture": ("DPO", 2, MIXTURE),
+    "dpo of a mixture with a config that asks alone": ("DPO", 2, {**MIXTURE, "asks": True, "router_aux_loss_coef": 0.0}),
+    "kto of a mixture": ("KTO", 2, MIXTURE),
+    "grpo of a mixture": ("GRPO", 2, {**MIXTURE, "gradient_accumulation_steps": 2, "beta": 0.04}),
+    "rloo of a mixture": ("RLOO", 2, MIXTURE),
+    "grpo with an engine": ("GRPO", 2, {"use_vllm": True, "lora": True}),
+    "rloo with an engine": ("RLOO", 2, {"use_vllm": True, "beta": 0.04}),
 }
-QUICK = ("dpo with adapters", "dpo with the reference first", "kto", "grpo on two")
+SEQUENCES |= {
+    f"{kind} {name}={value}": (kind, 2, {name: value})
+    for kind, name, values in [
+        ("DPO", "loss_type", [["ipo"], ["bco_pair"], ["aot"], ["discopop"], ["sigmoid_norm"], ["sigmoid", "sft"]]),
+        ("DPO", "ld_alpha", [0.5]),
+        ("KTO", "loss_type", ["apo_zero_unpaired"]),
+        ("GRPO", "loss_type", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]),
+        ("GRPO", "importance_sampling_level", ["sequence"]),
+        ("GRPO", "top_entropy_quantile", [0.5]),
+        ("RLOO", "normalize_advantages", [True]),
+    ]
+    for value in values
+}
+QUICK = ("dpo of a mixture", "dpo with adapters", "dpo with the reference first", "kto", "grpo on two")
 
 
 @pytest.mark.parametrize("case", slow_unless(lambda case: case in QUICK, SEQUENCES))
@@ -300,8 +322,16 @@ def test_trainers_that_need_sequences(workers: Workers, tmp_path: Path, case: st
             for name in (name for name in plain_entry if not name.endswith(("time", "per_second", "flos"))):
                 assert mine[name] == pytest.approx(plain_entry[name], rel=1e-5, abs=1e-6), name
         assert all(torch.allclose(run["weights"][name], each, rtol=0, atol=1e-6) for name, each in expected["weights"].items())
-    first = dict(model().named_parameters())
+    balanced = "kind" in options and options.get("router_aux_loss_coef", 0.5) > 0
+    assert balanced == (ours[0]["log"][0].get("aux_loss", 0) > 1)
+    first = dict(model(options.get("kind", "qwen2")).named_parameters())
     assert "lora" in options or any(not torch.equal(each, first[name]) for name, each in ours[0]["weights"].items())
+
+
+def test_ranks_stay_alike_after_an_evaluation_before_training(workers: Workers, tmp_path: Path) -> None:
+    """Transformers alone would leave DDP out, and each rank would train by itself."""
+    first, second = workers.run(prefer, 2, tmp_path, "GRPO", True, {"evaluating": True})
+    assert all(torch.equal(second["weights"][name], weight) for name, weight in first["weights"].items())
 
 
 # --- one process, without a group
@@ -386,8 +416,8 @@ def errors_printed(folder: Path, compiled: list[bool], count: int) -> str:
     return "".join(line for line in printed.getvalue().splitlines() if "error" in line.lower())
 
 
-def error_of_data(folder: Path, where: str, loss: Any) -> tuple[str, str]:
-    """Returns what this rank raises and prints, if data of rank 1 alone cannot be read in the second step."""
+def error_of_data(folder: Path, where: str, loss: Any, evaluates: bool) -> tuple[str, str]:
+    """Returns what this rank raises and prints, if data of rank 1 alone cannot be read in the second step or evaluation."""
     import contextlib
     import io
     import sys
@@ -414,14 +444,12 @@ def error_of_data(folder: Path, where: str, loss: Any) -> tuple[str, str]:
             return super().__getitem__(number)
 
     args = TrainingArguments(**arguments(folder, 2, 1, eval_strategy="no"))
-    ours, before = (
-        Trainer(model(), args, collate, Data(data) if where == "data set" else data, compute_loss_func=loss),
-        sys.excepthook,
-    )
+    data = Data(data) if where == "data set" else data
+    ours, before = Trainer(model(), args, collate, data, data, compute_loss_func=loss), sys.excepthook
     dynamic_context_parallel(ours, tokens_per_rank=64, profile=PROFILE)
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         try:
-            ours.train()
+            ours.evaluate() if evaluates else ours.train()
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
             return f"{type(error).__name__}: {error}", printed.getvalue()
@@ -435,12 +463,16 @@ def first_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = N
     return outputs.logits[:, 0].sum()
 
 
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize(
-    ("where", "loss"), [("collator", None), ("data set", None), ("batch", None), ("collator", first_logits)]
+    ("where", "loss"),
+    [("collator", None), ("data set", None), ("batch", None), ("collator", first_logits), ("batch", first_logits)],
 )
-def test_data_that_one_rank_cannot_read_end_all(workers: Workers, tmp_path: Path, where: str, loss: Any) -> None:
+def test_data_that_one_rank_cannot_read_end_all(
+    workers: Workers, tmp_path: Path, where: str, loss: Any, evaluates: bool
+) -> None:
     """Others would wait for it; its own traceback is all that is printed, or the text of what is refused."""
-    (told, silent), (own, printed) = workers.run(error_of_data, 2, tmp_path, where, loss)
+    (told, silent), (own, printed) = workers.run(error_of_data, 2, tmp_path, where, loss, evaluates)
     assert told == f"TrainerError: rank 1 cannot train: {own.removeprefix('TrainerError: ')}" and silent == ""
     if where == "batch":
         assert printed == f"error: {own.removeprefix('TrainerError: ')}\n" and "leaves out tokens between others" in own
@@ -566,6 +598,25 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path, of: Callable[[], Any], 
     with pytest.raises(TrainerError, match=message):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     assert ours.model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Trainer", {"ddp_static_graph": True}, "ddp_static_graph is True.*omit it"),
+        ("RewardTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
+        ("DPOTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
+    ],
+)
+def test_settings_that_ddp_does_not_bear_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], message: str
+) -> None:
+    ours = trainer(tmp_path, **options)
+    if name != "Trainer":
+        as_trl(name)(ours)
+    monkeypatch.setattr(type(ours.args), "world_size", 2)
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
 def as_trl(name: str) -> Callable[[Any], None]:
@@ -741,7 +792,7 @@ def test_what_plain_training_would_count_otherwise_is_said(
     printed = capsys.readouterr().out
     assert printed.count("note:") == 1 and f"note: {lost} labels of a batch are on padding, or follow it" in printed
     monkeypatch.setattr(type(ours.args), "world_size", 2)
-    assert "average_tokens_across_devices=False changes nothing" in next(_check_documents(ours, 200))
+    assert "average_tokens_across_devices=False changes nothing" in next(_check_documents(ours, 200, "steps"))
 
 
 @pytest.mark.parametrize(

@@ -408,13 +408,15 @@ def test_long_documents_under_error(store: Path, tmp_path: Path, capsys: pytest.
     assert "split" in said
 
 
-def test_a_dry_run_says_that_long_conversations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_refuses_long_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records.jsonl"
     records.write_text('{"prompt": "How many?", "completion": "Three."}\n' * 20)
     prepare(open_corpus(str(records)), tmp_path / "store", tokenizer="bytes")
-    arguments = [f"--data.store={tmp_path / 'store'}", "--batch.global_tokens=400", "--batch.tokens_per_rank=200", "--dry-run"]
-    assert main(["train", *arguments, "--gpus", "2"]) == 0
-    assert "(longer ones: refused)" in capsys.readouterr().out
+    arguments = ["train", f"--data.store={tmp_path / 'store'}", "--batch.global_tokens=400", "--dry-run", "--gpus", "2"]
+    assert main([*arguments, "--batch.tokens_per_rank=200"]) == 0
+    assert re.search(r"documents  at most 400 tokens \(the longest has \d\d\), ", capsys.readouterr().out)
+    assert main([*arguments, "--batch.tokens_per_rank=10"]) == 2
+    assert "more than the 20 that fit: set data.long_documents to" in capsys.readouterr().err
 
 
 def test_dry_run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -423,7 +425,7 @@ def test_dry_run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(["train", *arguments, "--gpus", "64", "--context.profile=h100-nvlink-ib"]) == 0
     said = capsys.readouterr().out
     assert "dry run on 64 ranks of CPUs, as no GPU is here (--train.device cuda plans for GPUs)\n" in said
-    assert "best static" in said and "(longer ones: split)" in said and "few for" not in said
+    assert "best static" in said and " tokens (the longest has " in said and "few for" not in said
     seconds = [float(found) for found in re.findall(r"^ +\d  .* (\d+\.\d+) s  .*\(static", said, re.MULTILINE)]
     epoch = re.search(r"\nrun        100 steps \(an epoch has (\d+), of [\d,]+ tokens\), ([\d.]+) seconds as predicted", said)
     assert epoch and int(epoch[1]) == 1 and float(epoch[2]) == pytest.approx(100 * sum(seconds) / len(seconds), rel=0.1)

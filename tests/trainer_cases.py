@@ -1,5 +1,6 @@
 """Small trainers of transformers and TRL, on one process and on several, with dynamic context parallelism and without."""
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ DOCUMENTS_A_STEP, DOCUMENTS = 12, 41
 
 
 def documents(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Documents of 2 to LONGEST tokens, the first third of each without a loss."""
+    """Documents of 2 to LONGEST tokens, the first third of each without a loss, and the fourth whole."""
     random = np.random.default_rng(seed)
     rows = []
     for length in [LONGEST, 2, *random.integers(2, LONGEST // 2, count - 3), LONGEST - 1]:
         ids = random.integers(0, VOCABULARY, length)
-        labels = np.where(np.arange(length) < length // 3, -100, ids)
+        labels = np.where(np.arange(length) < (length if len(rows) == 3 else length // 3), -100, ids)
         rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     return rows
 
@@ -291,8 +292,25 @@ def finetune(folder: Path, accumulation: int, dynamic: bool, options: dict[str, 
     return report(trainer)
 
 
+class Engine:
+    """Stands for vLLM in TRL: reads the weights, and makes completions and their likelihoods of the prompts alone."""
+
+    def __init__(self, model: Any, **_: Any) -> None:
+        self.model, self.read = model, 0
+
+    def sync_weights(self) -> None:
+        self.read += sum(weight.data.numel() for weight in self.model.parameters())
+
+    def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
+        assert self.read
+        made = [[10 + (sum(ids) + 7 * k * number) % 90 for k in range(2 + number % 5)] for number, ids in enumerate(prompts)]
+        return prompts, made, [[[-4.0]] * len(ids) for ids in made], None
+
+
 def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora` and `budget`."""
+    """Trains with one of TRL's trainers that need whole sequences. Options: those of its config, `lora`, `budget`, `kind` of
+    the model, whether to be `evaluating` before, and whether the config of a mixture `asks` for the loss of its routers, with
+    which it does not generate."""
     import datasets
     import trl
 
@@ -302,10 +320,13 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     if "fsdp" in options:
         select_fsdp_on_cpus()
     lora, budget = options.pop("lora", False), options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK})
-    watched = options.pop("watched", False)
+    watched, evaluating, of = options.pop("watched", False), options.pop("evaluating", False), options.pop("kind", "qwen2")
     base = folder / "base"  # TRL loads the reference model from there
+    made, asks = model(of), options.pop("asks", False)
+    if of == "qwen3_moe":
+        made.config.output_router_logits = asks
     if dist.get_rank() == 0:
-        model().save_pretrained(base)
+        made.save_pretrained(base)
     dist.barrier()
     given = arguments(folder, ranks, 1, max_steps=3, eval_strategy="no", optim="sgd", learning_rate=0.05)
     given |= {"per_device_train_batch_size": 4, "include_num_input_tokens_seen": "no", "max_grad_norm": 0.0}
@@ -314,6 +335,7 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
     if kind in ("GRPO", "RLOO"):
         given |= {"num_generations": 2, "max_completion_length": 12}
         more["reward_funcs"] = lambda completions, **_: [float(len(set(text.split()))) for text in completions]
+        importlib.import_module(f"trl.trainer.{kind.lower()}_trainer").VLLMGeneration = Engine
     elif kind == "DPO":
         given["max_length"] = None
     trainer = getattr(trl, f"{kind}Trainer")(
@@ -328,6 +350,8 @@ def prefer(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> d
         dynamic_context_parallel(trainer, profile=PROFILE, **budget)
     if watched:
         return {"waits": waits_of_a_trainer(trainer)}
+    if evaluating:
+        trainer.evaluate(trainer.train_dataset)
     trainer.train()
     return report(trainer)
 

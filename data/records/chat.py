@@ -34,8 +34,8 @@ TRAIN_ON = ("assistant", "last", "all")
 Message = dict[str, Any]
 """`role`, `content` and other keys that a template may use, such as `tool_calls`; checked by `longctx.data.records.formats`."""
 TOOLS_WAY_OUT = (
-    "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or add such a template "
-    "(--chat-template FILE)"
+    "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or give such a template "
+    "with it (--chat-template FILE)"
 )
 
 

@@ -61,7 +61,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     data = RunData.open(config) if lengths is None else RunData(lengths)
     store, source, config = data.store, config.model_source(data.vocab_size), with_steps(config, data.store, ranks)
     spec, pretrained = source.spec, config.model.from_pretrained
-    unset = "refused" if store.partly_trained.any() else "split"
+    longest, most = data.longest, config.max_length(ranks)
+    done = config.data.long_documents or "split"  # with conversations among them, planning refuses
     raise_together(checks_of(config, data, source, ranks))
     fused, given = on_gpus(config), config
     config = as_fitted(spec, config, store, ranks, fused=fused)
@@ -69,8 +70,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
         f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
         f"model      {format_count(spec.parameters)} parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
-        *lines_on(source, pretrained, min(config.max_length(ranks), data.longest)),
-        f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents or unset}), "
+        *lines_on(source, pretrained, min(most, longest)),
+        f"documents  at most {most:,} tokens ({f'longer ones: {done}' if longest > most else f'the longest has {longest:,}'}), "
         f"from {store.said}",
         *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,

@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         lengths = stand_in_store(arguments, chosen)
         assert lengths is not None, "see `_checked`"
+        lengths = _as_prepared(lengths, arguments.long_documents, _longest(arguments, chosen))
         defaults = _defaults(arguments, chosen, lengths, ranks, out)
         dry_run(load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults), ranks, lengths)
         return 0
@@ -164,10 +165,9 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     if chosen.model.new_tokens is not None and arguments.tokenizer is None:
         tokenizer = str(out / "tokenizer")
         save_with_tokens(arguments.model, chosen.model.new_tokens, Path(tokenizer))
-    longest = arguments.max_length if arguments.long_documents == "error" else arguments.max_length or chosen.data.max_length
     data = {
         "source": arguments.data,
-        "max_length": longest,
+        "max_length": _longest(arguments, chosen),
         "out": out / "store",
         "tokenizer": tokenizer,
         "vocab_size": None,
@@ -178,6 +178,23 @@ def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     except StoreError:
         _check_out(out, overwrite=True)
         raise
+
+
+def _longest(arguments: argparse.Namespace, chosen: Config) -> int | None:
+    """Returns the length at which the preparation cuts, drops or refuses conversations."""
+    given: int | None = arguments.max_length
+    return given if arguments.long_documents == "error" else given or chosen.data.max_length
+
+
+def _as_prepared(lengths: "Store", long_documents: str, longest: int | None) -> "Store":
+    """Returns the lengths that are left after a preparation, as of conversations."""
+    from longctx.comparison.steps import fit
+    from longctx.data.store.lengths import Lengths
+
+    if longest is None or long_documents == "error":
+        return lengths
+    left = fit(lengths.lengths.tolist(), longest, long_documents)
+    return Lengths(left, lengths.said, lengths.tokenizer.vocab_size)
 
 
 def _train(config: Config, settings: Path, ranks: int) -> int:

@@ -177,7 +177,10 @@ def _cases(
     """Returns the steps for one number of ranks, and remarks on them."""
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     if long_documents == "error" and source.data_set is not None and int(source.data_set.max()) > longest:
-        check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)  # raises, naming the document
+        try:
+            check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)
+        except PlanError as error:
+            raise PlanError(f"{error} (--long-documents split, or drop)") from error
     drawn, remark = source.draw(ranks, longest)
     fitted = [fit(lengths, longest, long_documents) for lengths in drawn]
     for lengths in fitted:

@@ -15,6 +15,7 @@ interact outside attention: docs/families.md lists the models of transformers th
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -31,7 +32,7 @@ from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
-from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments
+from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments, replaced
 from longctx.hf.latents import latents_of, send_keys, send_latents
 from longctx.hf.linear import linear_layers, replace_linear, restore_linear
 from longctx.hf.masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
@@ -110,9 +111,9 @@ def replace_attention(model: Any, causal: bool = True) -> str:
     replace_linear(model)
     send_latents(model)
     base = model.base_model
-    if _PackingFromLayout.begin not in base._forward_pre_hooks.values():
-        base.register_forward_pre_hook(_PackingFromLayout.begin, with_kwargs=True)
-        base.register_forward_hook(_PackingFromLayout.end, with_kwargs=True, always_call=True)
+    if _begin_forward not in base._forward_pre_hooks.values():
+        base.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+        base.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
     if leaves_gradients():
         model.set_experts_implementation("eager")  # one expert after the other; for good, as plain training needs it too
     return before
@@ -211,13 +212,14 @@ def model_inputs(
         )
     options: dict[str, Any] = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
     options |= {"ranks_per_node": ranks_per_node, "across": across}
-    tokens, positions = (_row(tensor, device) for tensor in (batch.tokens, batch.positions))
+    tokens, positions = (copy_to(row(tensor), device) for tensor in (batch.tokens, batch.positions))
     inputs: dict[str, Any]
     if source is None:
         inputs = {"input_ids": tokens, "position_ids": positions + first_position(prepared), "use_cache": False}
         inputs["ring_attention"] = _rings(batch.layout, Mask(causal=causal, blocks=blocks or {}), options)
     else:
-        inputs = attention_inputs(tokens, positions, *(_row(tensor, device) for tensor in (source.tokens, source.positions)))
+        read = (copy_to(row(tensor), device) for tensor in (source.tokens, source.positions))
+        inputs = attention_inputs(tokens, positions, *read)
         masks = {role: Mask(causal=role == "decoder", hidden=source.hidden if role == "decoder" else {}) for role in ROLES}
         layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
         inputs["ring_attention"] = ByRole({role: _rings(layouts[role], masks[role], options) for role in ROLES})
@@ -229,14 +231,14 @@ def model_inputs(
                 "has none: leave target_tokens out, and compute the loss from its output, batch.labels and batch.weights"
             )
         # `labels` makes the model compute a loss; it computes the loss from `shift_labels`.
-        labels = _row(batch.labels, device, -100)
+        labels = copy_to(row(batch.labels, -100), device)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
     return inputs
 
 
-def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> torch.Tensor:
-    """Returns [1, tokens]. Models cannot reshape empty inputs: a rank without tokens gets one padding token."""
-    return copy_to(torch.nn.functional.pad(tensor, (0, int(not len(tensor))), value=filler), device).unsqueeze(0)
+def row(tensor: torch.Tensor, filler: int = 0) -> torch.Tensor:
+    """Returns [.., 1, tokens] of [.., tokens], with one padding token if there are none, which models cannot reshape."""
+    return torch.nn.functional.pad(tensor, (0, int(not tensor.shape[-1])), value=filler).unsqueeze(-2)
 
 
 def _rings(layout: Layout | CrossLayout, mask: Mask, options: Mapping[str, Any]) -> "Rings":
@@ -380,23 +382,21 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-class _PackingFromLayout:
-    """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU.
+def packing_from_layout() -> AbstractContextManager[None]:
+    """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU."""
+    return replaced(import_module("transformers.masking_utils"), "find_packed_sequence_indices", lambda position_ids: None)
 
-    Hooks around the forward of a model that is given a layout: a copy of the model has them too, and a compiler sees none.
-    """
 
-    derive: list[Callable[..., Any]] = []  # noqa: RUF012  # one per forward under way
+_UNDER_WAY: list[AbstractContextManager[None]] = []
+"""`packing_from_layout` of every forward that is given a layout: a hook enters it, and another leaves it."""
 
-    @classmethod
-    def begin(cls, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
-            masks: Any = import_module("transformers.masking_utils")
-            cls.derive.append(masks.find_packed_sequence_indices)
-            masks.find_packed_sequence_indices = lambda position_ids: None
 
-    @classmethod
-    def end(cls, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
-            masks: Any = import_module("transformers.masking_utils")
-            masks.find_packed_sequence_indices = cls.derive.pop()
+def _begin_forward(model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
+        _UNDER_WAY.append(packing_from_layout())
+        _UNDER_WAY[-1].__enter__()
+
+
+def _end_forward(model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
+        _UNDER_WAY.pop().__exit__(None, None, None)

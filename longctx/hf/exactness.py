@@ -257,11 +257,8 @@ class Probe:
         """Returns the model's output for tokens and positions [tokens]."""
         if positions is not None:
             arguments["position_ids"] = positions.to(self.device).unsqueeze(0) + self.first_position
-        return self.run(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
-
-    def run(self, **arguments: Any) -> Any:
-        """Returns the model's output. Turns any exception of the model into a HuggingFaceError."""
-        return run_checked(self.call, self.name, **arguments)
+        inputs = {"input_ids": ids.unsqueeze(0), "use_cache": False, "ring_attention": Alone()}
+        return run_checked(self.call, self.name, **inputs | arguments)
 
     def rows(self, ids: torch.Tensor, positions: torch.Tensor | None, poisoned: bool = False) -> list[torch.Tensor]:
         """Returns the inputs of each attention call and finally the logits, per token: tensors [TOKENS, ..].
@@ -375,3 +372,15 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute, which gets back the value of the object's own, or none."""
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        vars(owner).pop(name, None)
+        vars(owner).update(own)

@@ -35,11 +35,8 @@ def describe_mask(
     known = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
     names = {name for name, _ in parts}
     if not causal:
-        if (
-            not {"bidirectional_mask_function"}
-            <= names
-            <= {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
-        ):
+        known = {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
+        if not {"bidirectional_mask_function"} <= names <= known:
             raise HuggingFaceError(
                 f"the model uses a mask of {', '.join(sorted(names))}: encoders are supported only with attention in both "
                 "directions, with or without a sliding window"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from longctx.errors import brief
-from longctx.hf.attention import Rings, check_length, replace_attention
+from longctx.hf.attention import Rings, check_length, replace_attention, row
 from longctx.hf.conversion import Conversion
 from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_packed
 from longctx.hf.spec import spec_of
@@ -234,11 +234,6 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config") or {}
     of_text = {f"text_config.{key}" if key in config else key: value for key, value in text.items()}
     return {key: value for key, value in config.items() if key != "text_config"} | of_text
-
-
-def row(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns [.., 1, tokens] of [.., tokens], with one padding token if there are none, which models cannot reshape."""
-    return F.pad(tensor, (0, int(not tensor.shape[-1]))).unsqueeze(-2)
 
 
 class _Given(nn.Module):

@@ -121,7 +121,7 @@ class _Seq2SeqProbe(Probe):
         tokens = ids.unsqueeze(0)
         places = None if positions is None else positions.to(self.device).unsqueeze(0)
         inputs = attention_inputs(tokens, places, tokens, places)
-        return self.run(**{"ring_attention": Alone(), **inputs, **arguments})
+        return run_checked(self.call, self.name, **{"ring_attention": Alone(), **inputs, **arguments})
 
 
 def find_roles(model: Any) -> None:

@@ -1,5 +1,6 @@
 """Errors of all ranks: what one rank refuses, all refuse, and one of them prints it."""
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,30 +27,62 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
         yield
     except UserError as found:
         error = found
-    texts: list[str | None] = [None] * ranks
-    dist.all_gather_object(texts, text_of(error))
-    raise_on_all(texts, error)
+    end_all(error, None)
 
 
-def drawing_together(
-    group: Any, own: Callable[..., Any], trainer: Any, epoch_iterator: Iterator[Any], num_batches: int, *more: Any
-) -> Any:
-    """Calls `get_batch_samples` of a trainer; what a data set or a collator raises on one rank ends all. Collective."""
-    batches, error = [], None
+def drawing_together(sharing: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any) -> Any:
+    """Calls `get_batch_samples` of a trainer with batches that are `drawn`. Collective."""
+    return own(trainer, iter(drawn(sharing, batches, count)), count, *more)
+
+
+def evaluating_together(sharing: Any, own: Any, trainer: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
+    """Calls `evaluation_loop` of a trainer with batches that are `drawn`. Collective."""
+    return own(trainer, _DrawingTogether(dataloader, sharing), *more, **named)
+
+
+class _DrawingTogether:
+    """A loader whose batches are `drawn`."""
+
+    def __init__(self, loader: Any, sharing: Any) -> None:
+        self.loader, self.sharing = loader, sharing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        while batch := drawn(self.sharing, batches, 1):
+            yield from batch
+
+
+def drawn(sharing: Any, batches: Iterator[Any], count: int) -> list[Any]:
+    """Returns the next batches; what a data set or a collator raises on one rank ends all. Collective."""
+    found: list[Any]
+    found, error = attempted(functools.partial(list, itertools.islice(batches, count)), [])
+    sharing.end_all(error)
+    return found
+
+
+def attempted(function: Callable[[], Any], otherwise: Any) -> tuple[Any, Exception | None]:
+    """Returns the value of a function, or `otherwise` and what it raised: other ranks would wait for this one."""
     try:
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-    except Exception as raised:  # data sets and collators may raise anything
-        error = raised
+        return function(), None
+    except Exception as error:  # data sets and collators may raise anything
+        return otherwise, error
+
+
+def end_all(error: Exception | None, group: Any) -> None:
+    """Raises an error of one rank on all ranks. Collective."""
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text_of(error), group=group)
     raise_on_all(texts, error)
-    return own(trainer, iter(batches), num_batches, *more)
 
 
 def text_of(error: Exception | None) -> str | None:
-    if error is None:
-        return None
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return None if error is None else str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def raise_on_all(texts: Sequence[str | None], error: Exception | None) -> None:
@@ -68,11 +101,9 @@ def said_by(rank: int, error: Exception) -> Exception:
         before = sys.excepthook
 
         def print_once(kind: Any, raised: Any, trace: Any) -> None:
-            if not hasattr(raised, SAID):
-                before(kind, raised, trace)
-            elif not getattr(raised, SAID) and isinstance(raised, UserError):
+            if hasattr(raised, SAID) and isinstance(raised, UserError) and not getattr(raised, SAID):
                 print(f"error: {raised}", file=sys.stderr, flush=True)
-            elif not getattr(raised, SAID):
+            elif not getattr(raised, SAID, False):
                 before(kind, raised, trace)
 
         sys.excepthook = print_once

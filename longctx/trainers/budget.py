@@ -9,7 +9,8 @@ from longctx.memory.loads import full_loads
 from longctx.memory.model import estimate
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.refusals import TrainerError, trainer_of_trl
+from longctx.trainers.kinds import trainer_of_trl
+from longctx.trainers.refusals import TrainerError
 from longctx.units import format_bytes
 
 UNIT, MOST = 1024, 1024

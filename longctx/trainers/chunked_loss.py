@@ -5,16 +5,16 @@ vocabulary. A few tokens tell whether a model's loss is that of hidden states ti
 their logits, keep all of them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.hf.exactness import evaluating
-from longctx.trainers.refusals import trainer_of_trl
+from longctx.hf.exactness import evaluating, replaced
+from longctx.trainers.kinds import trainer_of_trl
 from longctx.trainers.router_loss import without_router_loss
 from longctx.training.objectives.loss import cross_entropy_sum
 
@@ -43,13 +43,8 @@ class ChunkedLoss:
         chunked = cls(model)
         return chunked if chunked._is_exact(model) else None
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        self._used = True
-        try:
-            yield
-        finally:
-            self._used = False
+    def used(self) -> AbstractContextManager[None]:
+        return replaced(self, "_used", True)
 
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if not self._used:
@@ -65,7 +60,7 @@ class ChunkedLoss:
             same = logits.dtype == losses[0].dtype
             return logits.view(()) if same else losses[0] + 0 * logits.view(())
 
-        with _set(self.head, "forward", head), _set(model, LOSS, loss):
+        with replaced(self.head, "forward", head), replaced(model, LOSS, loss):
             output = own(model, *arguments, **named)
         output["logits"] = None
         return output
@@ -96,23 +91,10 @@ class ChunkedLoss:
             return torch.ones((), device=logits.device)
 
         given = {"input_ids": labels, "labels": labels, "shift_labels": labels, "num_items_in_batch": 1, "use_cache": False}
-        replaced = _set(self.head, "forward", larger), _set(model, LOSS, loss)
-        with torch.no_grad(), evaluating(model), without_router_loss(model), replaced[0], replaced[1]:
+        tried = replaced(self.head, "forward", larger), replaced(model, LOSS, loss)
+        with torch.no_grad(), evaluating(model), without_router_loss(model), tried[0], tried[1]:
             output = model(**given)
         if not (len(logits) == len(seen) == 1 and output["loss"] == 1):
             return False
         ((lost, shifted, count),) = seen
         return shifted is labels and count == 1 and torch.equal(lost, logits[0])
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of a module, which gets back the one of its own, or none."""
-    before = vars(owner).get(name)
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        vars(owner).pop(name)
-        if before is not None:
-            vars(owner)[name] = before

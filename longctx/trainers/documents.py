@@ -77,8 +77,8 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
         spans_of_mask("attention_mask", mask)
     rows = []
     for row in range(len(ids)):
-        kept = slice(None) if mask is None else _array(mask[row]).astype(bool)
-        cuts = [] if positions is None else _cuts(row, _array(positions.expand(len(ids), -1)[row])[kept])
+        kept = slice(None) if mask is None else array_of(mask[row]).astype(bool)
+        cuts = [] if positions is None else _cuts(row, array_of(positions.expand(len(ids), -1)[row])[kept])
         parts = zip(np.split(ids[row][kept], cuts), np.split(labels[row][kept], cuts), strict=True)
         pairs = [(tokens, label if masked else np.append(label[1:], IGNORED_LABEL)) for tokens, label in parts]
         rows.append([Document(tokens, label) for tokens, label in pairs if len(tokens)])
@@ -108,7 +108,7 @@ def _cuts(row: int, positions: Ids) -> list[int]:
 def spans_of_mask(name: str, mask: torch.Tensor) -> list[Span]:
     """Returns the columns of every row that a mask keeps. Raises TrainerError if there are others between them."""
     spans = []
-    for row, kept in enumerate(_array(mask)):
+    for row, kept in enumerate(array_of(mask)):
         at = np.flatnonzero(kept)
         spans.append((int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0))
         if len(at) != spans[-1][1] - spans[-1][0]:
@@ -148,6 +148,6 @@ class CountingRows:
         return batch
 
 
-def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     array: npt.NDArray[Any] = tensor.cpu().numpy()
     return array

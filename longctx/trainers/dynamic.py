@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pyarrow import compute
 
 from longctx.attention import warm_up
+from longctx.hf.exactness import replaced
 from longctx.hf.lora import with_adapters
 from longctx.hf.model import block_name
 from longctx.hf.spec import spec_of, spec_of_seq2seq
@@ -27,27 +28,17 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.agreement import drawing_together, on_all_ranks
+from longctx.trainers.agreement import drawing_together, evaluating_together, on_all_ranks
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.images import reading_images
+from longctx.trainers.kinds import Kind, has_loss_of_head, kind_of, prepared_part
 from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import (
-    ANSWERS,
-    TrainerError,
-    balances,
-    has_loss_of_head,
-    is_encoder,
-    needs_outputs,
-    needs_sequences,
-    noisy,
-    prepared_part,
-    refuse,
-)
+from longctx.trainers.refusals import ANSWERS, TrainerError, balances, is_encoder, means_of_batches, noisy, refuse
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
@@ -91,7 +82,7 @@ def dynamic_context_parallel(
         raise TrainerError(
             f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
         )
-    args, outputs = trainer.args, needs_outputs(trainer, own_loss_is_a_token_sum)
+    args, kind = trainer.args, kind_of(trainer, own_loss_is_a_token_sum)
     with on_all_ranks(args.world_size):
         refuse(trainer, own_loss_is_a_token_sum, REPLACED)
         check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
@@ -99,15 +90,16 @@ def dynamic_context_parallel(
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
         with on_all_ranks(args.world_size):
-            chunked = None if outputs else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
+            chunked = None if kind == "rows" else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
             described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
-            notes = [*_prepare_kernels(trainer, spec, kernel), *_check_documents(trainer, most * args.world_size)]
+            notes = [*_prepare_kernels(trainer, spec, kernel), *_check_documents(trainer, most * args.world_size, kind)]
             way = described.profile, most, mode, degree, kernel, args.device
             sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
-            if outputs:
+            if kind == "rows":
                 with trainer.accelerator.autocast():  # a head may be in bfloat16, as TRL makes adapters of bases of 4 bits
                     notes.append(_note_of_outputs(prepared_part(trainer, trainer.model)))
-            _replace_parts(trainer, sharing, outputs, merge_prefixes)
+            _replace_parts(trainer, sharing, kind, merge_prefixes)
+            _draw_together(trainer, sharing, kind)
         trainer.dynamic = sharing
         sharing.undo = undo.pop_all()
     if trainer.is_world_process_zero():
@@ -115,11 +107,11 @@ def dynamic_context_parallel(
         print(*described.lines, f"a document is split over {ranks}, of {most:,} tokens each", *notes, sep="\n")
 
 
-def _replace_parts(trainer: Any, sharing: Sharing, outputs: bool, merge_prefixes: bool) -> None:
-    """Replaces methods of the trainer and of its models, until `sharing.undo` is closed. `outputs`: see `needs_outputs`."""
+def _replace_parts(trainer: Any, sharing: Sharing, kind: Kind, merge_prefixes: bool) -> None:
+    """Replaces methods of the trainer and of its models, until `sharing.undo` is closed."""
     undo = sharing.undo
     models = [prepared_part(trainer, model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model]
-    models = [models[0].base_model] if outputs else models
+    models = [models[0].base_model] if kind == "rows" else models
     sharing.predicts_masked = is_encoder(models[0])
     for model in models:
         with without_router_loss(model), without_pooler(model):
@@ -127,22 +119,20 @@ def _replace_parts(trainer: Any, sharing: Sharing, outputs: bool, merge_prefixes
     if noisy(trainer):
         sharing.noise = Noise(trainer)
         undo.enter_context(sharing.noise.used_by(models[0]))
-    merged = _recorder(trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
-    if is_vision(models[0]) and not outputs:
+    merged = functools.partial(_record, trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
+    if is_vision(models[0]) and kind != "rows":
         sharing.vision = models[0]
         for model in models:
             undo.enter_context(replaced_method(model, "forward", reading_images))
-    if (needs_sequences(trainer) or outputs) and sharing.ids_group is not None:
-        together = functools.partial(drawing_together, sharing.ids_group)
-        undo.enter_context(replaced_method(trainer, "get_batch_samples", together))
-    if needs_sequences(trainer):
+    undo.enter_context(replaced_method(trainer, "train", _wrapping_again))
+    if kind == "sequences":
         for model in models:
             undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
         return
-    if outputs:
-        undo.enter_context(_whole_outputs(trainer, PlannedBase(sharing, None if sharing.predicts_masked else merged)))
+    if kind == "rows":
+        _plan_outputs(trainer, undo, PlannedBase(sharing, None if sharing.predicts_masked else merged))
         return
-    undo.enter_context(_whole_steps(trainer))
+    _plan_steps(trainer, undo)
     if sharing.chunked_loss is not None:
         undo.enter_context(replaced_method(models[0], "forward", sharing.chunked_loss))
     if balances(trainer):
@@ -152,6 +142,13 @@ def _replace_parts(trainer: Any, sharing: Sharing, outputs: bool, merge_prefixes
         sharing.seq2seq = models[0]
         if trainer.is_fsdp_enabled:
             undo.enter_context(sharded_with_head(models[0]))
+
+
+def _draw_together(trainer: Any, sharing: Sharing, kind: Kind) -> None:
+    """Makes an error of the data of one rank end all, also in evaluations."""
+    ways = {"evaluation_loop": evaluating_together} | ({} if kind == "steps" else {"get_batch_samples": drawing_together})
+    for name, together in ways.items() if sharing.ids_group is not None else ():
+        sharing.undo.enter_context(replaced_method(trainer, name, functools.partial(together, sharing)))
 
 
 def restore(trainer: Any) -> None:
@@ -192,26 +189,31 @@ def _groups(
 
 
 @contextlib.contextmanager
-def _whole_steps(trainer: Any) -> Iterator[None]:
-    kind, collate, sums = type(trainer), trainer.data_collator, trainer.model_accepts_loss_kwargs
-    trainer.__class__ = type(kind.__name__, (WholeSteps, kind), {"__module__": kind.__module__})
-    trainer.model_accepts_loss_kwargs = True  # otherwise losses of batches would be averaged
+def _extended(trainer: Any, mixin: type, **more: Any) -> Iterator[None]:
+    """Makes a trainer one of a subclass of its class, after `mixin`."""
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, **more})
+    try:
+        yield
+    finally:
+        trainer.__class__ = kind
+
+
+def _plan_steps(trainer: Any, undo: contextlib.ExitStack) -> None:
+    undo.callback(vars(trainer).pop, "_next", None)
+    undo.enter_context(_extended(trainer, WholeSteps))
+    undo.enter_context(replaced(trainer, "model_accepts_loss_kwargs", True))  # otherwise losses of batches would be averaged
     vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
     pairs = prepared_part(trainer, trainer.model).config.is_encoder_decoder
-    trainer.data_collator = (WatchingTargets if pairs else CountingRows)(collate)
+    collate = (WatchingTargets if pairs else CountingRows)(trainer.data_collator)
+    undo.enter_context(replaced(trainer, "data_collator", collate))
     prepare_loader = trainer.accelerator.prepare_data_loader
 
     def on_host(loader: Any, device_placement: Any = None, **others: Any) -> Any:
         """Leaves batches in host memory, where they are planned: to read them back would wait for the step before."""
         return prepare_loader(loader, device_placement=False, **others)
 
-    trainer.accelerator.prepare_data_loader = on_host
-    try:
-        yield
-    finally:
-        del trainer.accelerator.prepare_data_loader
-        trainer.__class__, trainer.data_collator, trainer.model_accepts_loss_kwargs = kind, collate, sums
-        vars(trainer).pop("_next", None)
+    undo.enter_context(replaced(trainer.accelerator, "prepare_data_loader", on_host))
 
 
 def _note_of_outputs(model: Any) -> str:
@@ -223,30 +225,27 @@ def _note_of_outputs(model: Any) -> str:
     return f"note: the loss gets outputs of whole rows: calls of the model are planned, not steps{size}{hidden}"
 
 
-@contextlib.contextmanager
-def _whole_outputs(trainer: Any, outputs: PlannedBase) -> Iterator[None]:
-    kind, model = type(trainer), prepared_part(trainer, trainer.model)
+def _plan_outputs(trainer: Any, undo: contextlib.ExitStack, outputs: PlannedBase) -> None:
+    model = prepared_part(trainer, trainer.model)
     outputs.means = has_loss_of_head(trainer) and not trainer.args.label_smoothing_factor
     if type(model).__name__.endswith("ForSequenceClassification") and not is_encoder(model.base_model):
         outputs.padding = model.config.get_text_config().pad_token_id
-    trainer.__class__ = type(kind.__name__, (WholeOutputs, kind), {"__module__": kind.__module__, "outputs": outputs})
-    try:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(replaced_method(model.base_model, "forward", outputs))
-            if hasattr(model, ANSWERS):
-                undo.enter_context(replaced_method(getattr(model, ANSWERS), "forward", outputs.without_padding))
-            yield
-    finally:
-        trainer.__class__ = kind
+    undo.enter_context(_extended(trainer, WholeOutputs, outputs=outputs))
+    undo.enter_context(replaced_method(model.base_model, "forward", outputs))
+    if hasattr(model, ANSWERS):
+        undo.enter_context(replaced_method(getattr(model, ANSWERS), "forward", outputs.without_padding))
 
 
-def _recorder(trainer: Any) -> Callable[[float], None]:
-    """Returns a function that adds a number to the metrics that TRL averages and logs."""
+def _wrapping_again(own: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
+    """Trains. An evaluation before has prepared the model without DDP, and accelerate would leave it so."""
+    if not trainer.is_fsdp_enabled:
+        trainer.model._is_accelerate_prepared = False
+    return own(trainer, *arguments, **named)
 
-    def record(share: float) -> None:
-        trainer._metrics["train" if trainer.model.training else "eval"]["tokens_after_merging"].append(share)
 
-    return record
+def _record(trainer: Any, share: float) -> None:
+    """Adds a number to the metrics that TRL averages and logs."""
+    trainer._metrics["train" if trainer.model.training else "eval"]["tokens_after_merging"].append(share)
 
 
 def _spec_of(trainer: Any) -> ModelSpec:
@@ -318,13 +317,16 @@ def _document_lengths(data: Any, pairs: bool) -> npt.NDArray[np.int64]:
     return np.concatenate(lengths)
 
 
-def _check_documents(trainer: Any, most: int) -> Iterator[str]:
+def _check_documents(trainer: Any, most: int, kind: Kind) -> Iterator[str]:
     """Yields a note for each data set with documents that TRL may have cut, and for an argument that changes nothing.
 
     Raises TrainerError for a data set with `input_ids` of which a document is longer than all ranks hold.
     """
-    if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices and not needs_sequences(trainer):
+    if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices and kind != "sequences":
         yield "note: average_tokens_across_devices=False changes nothing: the loss is the mean over the tokens of all ranks"
+    if kind == "steps" and means_of_batches(trainer):
+        name = type(prepared_part(trainer, trainer.model)).__name__
+        yield f"note: the loss is the mean over the tokens of a step; that of {name} would be a mean of means of batches"
     for name in ("train_dataset", "eval_dataset"):
         data: Any = getattr(trainer, name, None)
         for each in data.values() if isinstance(data, dict) else [data]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from longctx.attention.host_to_device import copy_to
+from longctx.hf.exactness import replaced
 from longctx.planning.layout import Layout
 from longctx.trainers.prepared import replaced_method
 
@@ -57,8 +58,7 @@ class Noise:
             return output + (self._numbers(1, output) * (largest[:, None] / 2**31)).to(output.dtype)
 
         with ExitStack() as undo:
-            undo.callback(setattr, self.trainer, "neftune_noise_alpha", alpha)
-            self.trainer.neftune_noise_alpha = None  # it would add its own
+            undo.enter_context(replaced(self.trainer, "neftune_noise_alpha", None))  # it would add its own
             if alpha is not None:
                 undo.enter_context(replaced_method(model.get_input_embeddings(), "forward", noisy))
             for name, module in model.named_modules():

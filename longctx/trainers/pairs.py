@@ -4,8 +4,8 @@ A collator pads both. What `attention_mask` leaves out of a source is removed. T
 so the collator is watched: the labels of its examples tell which columns are of the target.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from longctx.data import IGNORED_LABEL
+from longctx.hf.exactness import replaced
 from longctx.planning.layout import Span
-from longctx.trainers.documents import Document, Ids, refuse_lost_fields, spans_of_mask
+from longctx.trainers.documents import Document, Ids, array_of, refuse_lost_fields, spans_of_mask
 from longctx.trainers.refusals import TrainerError
 
 TARGETS = "spans_of_targets"
@@ -76,9 +77,9 @@ def rows_of_pairs(batch: Mapping[str, Any], hf: Any, training: bool = True) -> l
             stop = start + int(wanted[-1]) + 1
         expected = labels[row, start:stop]
         tokens = read[row, start:stop] if given else hf.prepare_decoder_input_ids_from_labels(labels=expected[None])[0]
-        hidden = _hidden(row, _array(tokens), config) if hides else ()
-        source = _array(ids[row, first:last])
-        rows[row] = [Document(_array(tokens), _array(expected), source=source, hidden=hidden, column=start)]
+        hidden = _hidden(row, array_of(tokens), config) if hides else ()
+        source = array_of(ids[row, first:last])
+        rows[row] = [Document(array_of(tokens), array_of(expected), source=source, hidden=hidden, column=start)]
     return rows
 
 
@@ -118,18 +119,9 @@ def _hidden(row: int, tokens: Ids, config: Any) -> tuple[Span, ...]:
     return runs
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    return tensor.cpu().numpy()
-
-
-@contextlib.contextmanager
-def sharded_with_head(hf: Any) -> Iterator[None]:
+def sharded_with_head(hf: Any) -> AbstractContextManager[None]:
     """Makes accelerate shard the decoder's embedding and the head, which may be tied, together.
 
     It takes `get_input_embeddings`, which is the encoder's, for what may be tied to the head, and FSDP2 then fails.
     """
-    hf.get_input_embeddings = hf.get_decoder().get_input_embeddings
-    try:
-        yield
-    finally:
-        del hf.get_input_embeddings
+    return replaced(hf, "get_input_embeddings", hf.get_decoder().get_input_embeddings)

@@ -1,16 +1,13 @@
 """Calls of a model that are planned, for losses that need whole rows.
 
 The rows of all ranks are shared like documents of a step, every rank runs its micro-batches, and sends the values to the ranks
-whose rows they are of. Each rank computes its own loss from them, and DDP or FSDP averages the gradients, as before. A call is
-balanced, not a step.
-
-Rows of a rank that begin alike, such as the completions of a prompt, become trees, which are computed once, unless some have
-images.
+whose rows they are of. Each rank computes its own loss from them, and DDP or FSDP averages the gradients, as before. Rows of a
+rank that begin alike, such as the completions of a prompt, become trees, which are computed once, unless some have images.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longctx.data.packing import MicroBatch
 from longctx.data.trees import merge_prefixes
+from longctx.trainers.agreement import attempted
 from longctx.trainers.documents import Document
 from longctx.trainers.step import Sharing
 
@@ -28,26 +26,24 @@ LEAST_SHARED = 16
 
 @dataclass
 class PlannedCall:
-    """Plans the calls of a model.
-
-    `merged`, if it is given, is called with the share of a batch's tokens that are left after merging; None: rows stay apart.
-    """
+    """Plans the calls of a model. `merged` gets the share of a batch's tokens that merging leaves; None: rows stay apart."""
 
     sharing: Sharing
     merged: Callable[[float], None] | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
 
     def values_of(
-        self, rows: Sequence[Document], mask: torch.Tensor, compute: Callable[[MicroBatch, int], torch.Tensor]
+        self, read: Callable[[], list[Document]], mask: torch.Tensor, compute: Callable[[MicroBatch, int], torch.Tensor]
     ) -> torch.Tensor:
         """Returns values of the tokens of this rank's rows, [*mask.shape, ..]; 0 where `mask` is. Collective.
 
-        `compute` returns values [tokens, ..] of a micro-batch, given the number of the call.
+        `read` returns the rows' documents; what it raises on one rank ends all. `compute` returns values [tokens, ..] of a
+        micro-batch, given the number of the call.
         """
-        documents, places = self._merged(list(rows))
+        (documents, places), failed = attempted(lambda: self._merged(read()), ([], None))
         kept = mask.cpu()  # before the model runs: the host waits for no more than the batch
         # Every row: a rank whose rows have no target takes part in the backward of the others.
-        share = self.sharing.share([documents], every=True)
+        share = self.sharing.share([documents], every=True, failed=failed)
         # One graph is kept as it is; of several, each keeps only its inputs.
         recompute = len(share.micro_batches) > 1 and torch.is_grad_enabled()
         run = functools.partial(self._run, compute, next(self.calls))

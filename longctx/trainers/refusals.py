@@ -9,19 +9,12 @@ from longctx.errors import UserError
 from longctx.hf.attention import configs_of_parts
 from longctx.hf.vision import is_vision, weights_of_images
 from longctx.parallel.environment import Launch
+from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Kind, is_own, kind_of, prepared_part, trainer_of_trl
 
-OF_TOKENS = ("SFTTrainer",)
-"""Trainers of TRL whose loss is a sum over tokens; `transformers.Trainer` is one, too."""
-OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "ForPreTraining", "ForNextSentencePrediction")
-"""Ends of the names of models whose loss is not one of the next token, or of masked ones."""
 ANSWERS = "qa_outputs"
 """Attribute of models for question answering: the layer that scores tokens."""
-OF_ROWS = ("RewardTrainer",)
-"""Trainers of TRL whose loss needs outputs of whole rows."""
-OF_SEQUENCES = ("DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer")
-"""Trainers of TRL whose loss needs whole sequences."""
-LOSS, CALLED = ("compute_loss", "training_step"), ("train", "evaluation_loop", "log")
-"""Methods of a subclass that are called for every micro-batch, and those that are called as before."""
+CALLED = ("train", "evaluation_loop", "log")
+"""Methods of a subclass that are called as before."""
 WRAPPED = ("training_step", "prediction_step")
 """Methods that call a model whose outputs the loss needs whole."""
 
@@ -35,18 +28,13 @@ def refuse(trainer: Any, own_loss_is_a_token_sum: bool, replaced: Sequence[str])
 
     `replaced` are the names in a trainer of whole steps that are replaced, or of no use.
     """
-    whole = needs_outputs(trainer, own_loss_is_a_token_sum)
-    names = LOSS[:1] if needs_sequences(trainer) else [name for name in WRAPPED if name in vars(trainer)] if whole else replaced
+    kind = kind_of(trainer, own_loss_is_a_token_sum)
+    set_on_it = [name for name in WRAPPED if name in vars(trainer)]
+    names = {"sequences": LOSS[:1], "rows": set_on_it, "steps": replaced}[kind]
     methods = _method_problems(trainer, own_loss_is_a_token_sum, names)
-    problems = [*_trainer_problems(trainer, whole), *methods, *_argument_problems(trainer), *_model_problems(trainer, whole)]
+    problems = [*_trainer_problems(trainer, kind), *methods, *_argument_problems(trainer), *_model_problems(trainer, kind)]
     if problems:
         raise TrainerError(f"dynamic context parallelism is not possible: {'; '.join(problems)}")
-
-
-def prepared_part(trainer: Any, model: Any) -> Any:
-    """Returns the model of transformers inside a model of the trainer and its adapters."""
-    inner = trainer.accelerator.unwrap_model(model)
-    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
 
 
 def predicts_masked(model: Any) -> bool:
@@ -68,6 +56,12 @@ def noisy(trainer: Any) -> bool:
     return bool(trainer.neftune_noise_alpha) or any(isinstance(each, nn.Dropout) and each.p > 0 for each in modules)
 
 
+def means_of_batches(trainer: Any) -> bool:
+    """Returns whether a model asks for means of batches, though its loss can be a sum over tokens: many that read images do."""
+    asked = getattr(prepared_part(trainer, trainer.model), "accepts_loss_kwargs", None)
+    return asked is False and not trainer.model_accepts_loss_kwargs
+
+
 def balances(trainer: Any) -> bool:
     """Returns whether the auxiliary loss of a mixture's routers is to be trained."""
     config = prepared_part(trainer, trainer.model).config
@@ -75,45 +69,10 @@ def balances(trainer: Any) -> bool:
     return bool(in_config or getattr(trainer, "aux_loss_enabled", False))
 
 
-def needs_sequences(trainer: Any) -> bool:
-    """Returns whether a trainer's loss needs values of whole sequences."""
-    return trainer_of_trl(trainer) in OF_SEQUENCES
-
-
-def needs_outputs(trainer: Any, own_loss_is_a_token_sum: bool) -> bool:
-    """Returns whether a trainer's loss needs outputs of whole rows."""
-    if trainer_of_trl(trainer):
-        return trainer_of_trl(trainer) in OF_ROWS
-    model = prepared_part(trainer, trainer.model)
-    if model.config.is_encoder_decoder or is_vision(model):
-        return False
-    own = not own_loss_is_a_token_sum and any(_is_own(trainer, name) for name in LOSS)
-    other = type(model).__name__.endswith(OTHER_HEADS) or model.base_model is model
-    return own or other or trainer.compute_loss_func is not None
-
-
-def has_loss_of_head(trainer: Any) -> bool:
-    """Returns whether a loss is the mean that a head of transformers takes over the labels of a batch."""
-    head = type(prepared_part(trainer, trainer.model)).__name__
-    own = _is_own(trainer, "compute_loss") or trainer.compute_loss_func is not None or trainer_of_trl(trainer)
-    return head.endswith(OTHER_HEADS) and not own
-
-
-def _is_own(trainer: Any, name: str) -> bool:
-    method = getattr(trainer, name, None)
-    return method is not None and getattr(method, "__module__", "").split(".")[0] not in ("transformers", "trl")
-
-
-def trainer_of_trl(trainer: Any) -> str | None:
-    """Returns the name of the trainer of TRL that a trainer is or extends; None for others."""
-    of_trl = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
-    return next((name for name in of_trl if not name.startswith("_")), None)
-
-
 def _method_problems(trainer: Any, own_loss_is_a_token_sum: bool, names: Sequence[str]) -> Iterator[str]:
     """Yields what is wrong with methods that are not those of transformers or TRL."""
     for name in names:
-        if not _is_own(trainer, name):
+        if not is_own(trainer, name):
             continue
         if name in vars(trainer):
             yield f"{name} is set on the trainer itself, which would hide that of longctx: define it in a subclass"
@@ -129,27 +88,21 @@ def _method_problems(trainer: Any, own_loss_is_a_token_sum: bool, names: Sequenc
             yield f"{own} would not be called for the batches of the data collator: {way}"
 
 
-def _trainer_problems(trainer: Any, whole: bool) -> Iterator[str]:
-    supported = OF_TOKENS + OF_SEQUENCES + OF_ROWS
-    if (name := trainer_of_trl(trainer)) not in (None, *supported):
-        yield f"{name} is not supported: use transformers.Trainer, {', '.join(supported)} or a subclass of those"
+def _trainer_problems(trainer: Any, kind: Kind) -> Iterator[str]:
+    if (name := trainer_of_trl(trainer)) not in (None, *KINDS):
+        yield f"{name} is not supported: use transformers.Trainer, {', '.join(KINDS)} or a subclass of those"
     if trainer.model_init is not None:
         yield "model_init builds another model when training begins: pass model=model_init() instead"
     model = prepared_part(trainer, trainer.model)
-    if trainer.compute_loss_func is not None and not whole:
+    if trainer.compute_loss_func is not None and kind != "rows":
         yield "compute_loss_func sees only this rank's tokens: omit it, or use transformers.Trainer with a model of text alone"
-    sums = trainer.model_accepts_loss_kwargs or whole or needs_sequences(trainer)
-    if not sums and is_vision(model):
-        yield (
-            f"{type(model).__name__} has accepts_loss_kwargs=False, with which the loss is a mean of the means of batches: set "
-            "trainer.model_accepts_loss_kwargs = True before, for the mean over the tokens of a step"
-        )
-    elif not sums and not predicts_masked(model):
+    sums = trainer.model_accepts_loss_kwargs or kind != "steps"
+    if not sums and not means_of_batches(trainer) and not predicts_masked(model):
         yield f"the forward of {type(trainer.model).__name__} takes no num_items_in_batch: use a causal model of transformers"
-    if balances(trainer) and (whole or needs_sequences(trainer) or is_vision(model)):
+    if balances(trainer) and (kind == "rows" or is_vision(model)):
         yield (
-            "the auxiliary loss of routers is computed for whole steps of models of text alone: set router_aux_loss_coef=0.0 "
-            f"in {type(trainer.args).__name__}, and output_router_logits=False in the model's config"
+            "the auxiliary loss of routers is not computed beside images or losses of whole rows: set router_aux_loss_coef=0.0 "
+            f"in {type(trainer.args).__name__}, or output_router_logits=False in the model's config"
         )
 
 
@@ -180,8 +133,8 @@ def _argument_problems(trainer: Any) -> Iterator[str]:
         yield "FSDP version 1 is not supported: set fsdp_version to 2"
 
 
-def _model_problems(trainer: Any, whole: bool) -> Iterator[str]:
-    if (head := type(prepared_part(trainer, trainer.model)).__name__).endswith(OTHER_HEADS) and not whole:
+def _model_problems(trainer: Any, kind: Kind) -> Iterator[str]:
+    if (head := type(prepared_part(trainer, trainer.model)).__name__).endswith(OTHER_HEADS) and kind != "rows":
         yield f"{head} has a head that is not for tokens: use transformers.Trainer, and no encoder-decoder or reader of images"
     if head.endswith("ForQuestionAnswering") and not hasattr(prepared_part(trainer, trainer.model), ANSWERS):
         yield f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another family's model"
@@ -204,6 +157,13 @@ def _model_problems(trainer: Any, whole: bool) -> Iterator[str]:
         yield (
             "ddp_find_unused_parameters is off, but documents without images give the encoder of images no gradient: set it to "
             "True, with gradient_checkpointing_kwargs={'use_reentrant': False}, or freeze the encoder"
+        )
+    if ddp and kind == "steps" and getattr(trainer.args, "ddp_static_graph", False):
+        yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
+    if ddp and kind != "steps" and (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        yield (
+            "use_reentrant is True, with which DDP takes one call of the model before backward, but a call is planned as "
+            "several: set gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     if model.config.is_encoder_decoder and noisy(trainer):
         yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"

@@ -1,19 +1,21 @@
-"""The auxiliary loss of a mixture's routers, over the tokens of a micro-batch on all ranks, as transformers defines it.
+"""The auxiliary loss of a mixture's routers, as transformers defines it, over tokens that are on several ranks.
 
-Each rank adds its tokens' probabilities times the shares of tokens that the experts get on all ranks, which have no gradient.
-The loss of a step is the mean over its micro-batches, weighted by their tokens.
+In whole steps it is over the tokens of a micro-batch on all ranks: each rank adds its tokens' probabilities times the shares of
+tokens that the experts get, which have no gradient. The loss of a step is the mean over its micro-batches, weighted by their
+tokens. Trainers of sequences have it over the rows of a rank's call, as in plain training, from statistics of every token.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from longctx.hf.exactness import OF_ALL_RANKS
-from longctx.trainers.refusals import TrainerError, trainer_of_trl
+from longctx.hf.exactness import OF_ALL_RANKS, replaced
+from longctx.trainers.kinds import trainer_of_trl
+from longctx.trainers.refusals import TrainerError
 
 NAME = "load_balancing_loss_func"
 
@@ -42,28 +44,17 @@ class RouterLoss:
     def __call__(self, own: Callable[..., Any], model: Any, *arguments: Any, **named: Any) -> Any:
         if named.get("ring_attention") is None:
             return own(model, *arguments, **named)
-        before = [getattr(module, NAME) for module in self.modules]
-        try:
-            for module in self.modules:
-                setattr(module, NAME, self._loss)
+        with replaced(self.modules[0], NAME, self._loss), replaced(self.modules[1], NAME, self._loss):
             return own(model, *arguments, **named | {"output_router_logits": OF_ALL_RANKS})
-        finally:
-            for module, function in zip(self.modules, before, strict=True):
-                setattr(module, NAME, function)
 
     def _loss(self, gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None) -> Any:
         """Returns this rank's part of the loss of a step, times what the trainer divides the sum over ranks by."""
-        counts = gates[0].new_zeros(experts + 1, dtype=torch.int64)
-        counts[-1], probabilities = self.rows * len(gates), torch.zeros(experts, device=counts.device)
-        for gate in gates:
-            of_tokens = gate[: self.rows].to(counts.device).softmax(-1)  # a rank without tokens has a row of padding
-            chosen = of_tokens.topk(top_k).indices.flatten()
-            counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-            probabilities = probabilities + of_tokens.float().sum(0)
+        rows = statistics(gates, experts, top_k)[: self.rows]  # a rank without tokens has a row of padding
+        probabilities, chosen = rows.sum(0).chunk(2)
+        counts = torch.cat([chosen.detach(), chosen.new_full((1,), self.rows)])
         if self.group is not None:
             dist.all_reduce(counts, group=self.group)
-        of_ranks = (counts[:-1] / counts[-1] * probabilities).sum() * experts
-        return of_ranks * self._divisor / (len(gates) * self.step_tokens)
+        return (counts[:-1] / counts[-1] * probabilities).sum() * experts * self._divisor / self.step_tokens
 
     @property
     def _divisor(self) -> int:
@@ -72,14 +63,32 @@ class RouterLoss:
         return int(ranks * (self.trainer.current_gradient_accumulation_steps if of_trl else 1))
 
 
-@contextmanager
-def without_router_loss(model: Any) -> Iterator[None]:
+def statistics(gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None) -> torch.Tensor:
+    """Returns the experts' probabilities for every token, and 1 for each expert that it chooses, as means over layers, float32
+    [tokens, 2 * experts]."""
+    found = torch.zeros(len(gates[0]), 2 * experts, device=gates[0].device)
+    for gate in gates:
+        probabilities = gate.to(found.device).softmax(-1)
+        chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k).indices, 1)
+        found = found + torch.cat([probabilities, chosen], 1)
+    return found / len(gates)
+
+
+def loss_of_rows(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of a batch from the statistics of its tokens, [rows, tokens, 2 * experts], 0 where `mask` is."""
+    probabilities, chosen = (values.sum((0, 1)) / mask.sum()).chunk(2)
+    return len(chosen) * (probabilities * chosen.detach()).sum()
+
+
+def by_token() -> AbstractContextManager[None]:
+    """Makes TRL's fused head return `statistics` in place of the loss."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    return replaced(modeling_mixtral, NAME, statistics)
+
+
+def without_router_loss(model: Any) -> AbstractContextManager[None]:
     """Lets a model be checked as if its config did not ask for the auxiliary loss of routers."""
     config = model.config if model.config.is_encoder_decoder else model.config.get_text_config()
-    if asked := getattr(config, "output_router_logits", None):
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        if asked:
-            config.output_router_logits = asked
+    asked = getattr(config, "output_router_logits", False)
+    return replaced(config, "output_router_logits", False) if asked else nullcontext()

@@ -15,15 +15,14 @@ import torch.distributed as dist
 
 from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import MicroBatch, fill, with_source
-from longctx.hf.attention import model_inputs
-from longctx.hf.model import row
+from longctx.hf.attention import model_inputs, row
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.planner import make_plan
-from longctx.trainers.agreement import raise_on_all, said_by, text_of
+from longctx.trainers.agreement import end_all, raise_on_all, said_by, text_of
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import Document
 from longctx.trainers.exchange import Exchange, Known
@@ -46,6 +45,7 @@ class Share:
         micro_batch_targets: number of targets of every micro-batch, over all ranks.
         targets, tokens: numbers of targets and tokens of the step, over all ranks. Tokens count documents without a target.
         batches: number of batches that the rank with most batches has.
+        read: tokens of this rank's batches, or of their sources.
         exchange: how rows travel; None without documents.
         plan: the plan; None without documents.
     """
@@ -55,6 +55,7 @@ class Share:
     targets: int = 0
     tokens: int = 0
     batches: int = 0
+    read: int = 0
     exchange: Exchange | None = None
     plan: Plan | None = None
 
@@ -64,7 +65,7 @@ class Sharing:
     """Shares steps over ranks: what dynamic context parallelism adds to a trainer.
 
     Attributes:
-        profile, tokens_per_rank, mode, degree: see `make_plan`.
+        profile, tokens_per_rank, mode, degree, parts: see `make_plan`.
         kernel, device: of attention.
         group: ranks that share steps, for rings and values; None for one process.
         ids_group: the same ranks, for lengths and token ids, which travel between CPUs while models run.
@@ -74,7 +75,6 @@ class Sharing:
         vision: the model of transformers, if it reads images.
         tower: its encoder, whose work is planned, too.
         seq2seq: the model of transformers, if it is an encoder-decoder.
-        parts: see `make_plan`.
         predicts_masked: whether the model is an encoder, whose labels are the masked tokens themselves.
         router_loss: that of a mixture, if its model is to have it.
         chunked_loss: that of a model whose loss needs no logits.
@@ -114,11 +114,13 @@ class Sharing:
     def rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def start(
-        self, batches: Sequence[Sequence[Document]], every: bool = False, failed: Exception | None = None
-    ) -> Future[Share]:
+    def start(self, *given: Any, **named: Any) -> Future[Share]:
         """Begins `share` in a thread."""
-        return self._thread.submit(self.share, batches, every, failed)
+        return self._thread.submit(self.share, *given, **named)
+
+    def end_all(self, error: Exception | None) -> None:
+        """Raises an error of one rank on all ranks, after what is being shared. Collective."""
+        self._thread.submit(end_all, error, self.ids_group).result()
 
     def share(self, batches: Sequence[Sequence[Document]], every: bool = False, failed: Exception | None = None) -> Share:
         """Returns this rank's share of the documents that all ranks have in their batches. Collective.
@@ -141,6 +143,7 @@ class Sharing:
             targets=sum(document.targets for document in planned),
             tokens=sum(document.length for document in everything),
             batches=len(known),
+            read=sum(len(document.tokens if document.source is None else document.source) for document in mine),
             exchange=exchange,
             plan=plan,
         )

@@ -5,8 +5,8 @@ of their row, and the head, the pooling and the loss run there on whole rows, as
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
-from longctx.hf.exactness import HARMLESS, evaluating
-from longctx.trainers.documents import rows_of
+from longctx.hf.exactness import HARMLESS, evaluating, replaced
+from longctx.trainers.documents import Document, rows_of
 from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.prepared import replaced_method
 from longctx.trainers.refusals import TrainerError
@@ -41,11 +41,8 @@ class WholeOutputs:
         labels, arguments = inputs.get("labels"), (model, inputs, return_outputs, num_items_in_batch)
         if not self.outputs.means or num_items_in_batch is None or labels is None:
             return own.compute_loss(*arguments)
-        self.model_accepts_loss_kwargs = False
-        try:
+        with replaced(self, "model_accepts_loss_kwargs", False):
             found = own.compute_loss(*arguments)
-        finally:
-            self.model_accepts_loss_kwargs = True
         count = (labels != IGNORED_LABEL).sum()
         ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
         loss = (found[0] if return_outputs else found).nan_to_num() * (ranks * count / num_items_in_batch)
@@ -75,13 +72,8 @@ class PlannedBase(PlannedCall):
     active: bool = False
     mask: torch.Tensor | None = None
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        self.active = True
-        try:
-            yield
-        finally:
-            self.active = False
+    def used(self) -> AbstractContextManager[None]:
+        return replaced(self, "active", True)
 
     def __call__(self, own: Callable[..., Any], base: Any, *arguments: Any, **named: Any) -> Any:
         if not self.active or named.get("ring_attention") is not None:
@@ -95,13 +87,17 @@ class PlannedBase(PlannedCall):
                 f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(FIELDS)}"
             )
         self.mask = mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
-        if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
-            raise TrainerError(
-                f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds the "
-                "last token of a row: set pad_token_id to what the collator pads with"
-            )
-        fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
-        rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
+
+        def read() -> list[Document]:
+            if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
+                raise TrainerError(
+                    f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds "
+                    "the last token of a row: set pad_token_id to what the collator pads with"
+                )
+            fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
+            rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
+            return [document for row in rows for document in row]
+
         kinds: list[Any] = []
 
         def run(batch: MicroBatch, call: int) -> torch.Tensor:
@@ -112,7 +108,7 @@ class PlannedBase(PlannedCall):
             hidden: torch.Tensor = output.last_hidden_state[0]
             return hidden
 
-        hidden = self.values_of([document for row in rows for document in row], mask, run)
+        hidden = self.values_of(read, mask, run)
         return output_of(base, kinds[0], hidden)
 
     def without_padding(self, own: Callable[..., Any], head: Any, hidden: torch.Tensor) -> Any:
@@ -135,17 +131,9 @@ def output_of(base: Any, kind: Any, hidden: torch.Tensor) -> Any:
     return kind(last_hidden_state=hidden, **({} if pooler is None else {"pooler_output": pooler(hidden)}))
 
 
-@contextmanager
-def without_pooler(base: Any) -> Iterator[None]:
+def without_pooler(base: Any) -> AbstractContextManager[None]:
     """Takes the pooler off, which takes the first token of a row for that of a document."""
-    pooler = base._modules.get("pooler")
-    if pooler is not None:
-        base._modules["pooler"] = None
-    try:
-        yield
-    finally:
-        if pooler is not None:
-            base._modules["pooler"] = pooler
+    return replaced(base, "pooler", None)
 
 
 def check_head(model: Any) -> None:

@@ -2,8 +2,8 @@
 
 `get_batch_samples` takes the batches that the trainer's own loader yields and shares the documents of all ranks, one step
 ahead. `training_step` and `prediction_step` run this rank's micro-batches. The trainer divides the loss by the targets of the
-whole step and multiplies it by the number of ranks, which DDP and FSDP undo. Losses of
-encoders and smoothed ones, and those of evaluations, are scaled here.
+step and multiplies it by the number of ranks, which DDP and FSDP undo. Losses of encoders, smoothed ones, and those of
+evaluations are scaled here.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.attention.host_to_device import copy_to
 from longctx.data import IGNORED_LABEL
+from longctx.hf.exactness import replaced
+from longctx.trainers.agreement import attempted
 from longctx.trainers.documents import Document, labels_beside_padding, rows_of
 from longctx.trainers.pairs import OF_TARGETS, TARGETS, columns_of, rows_of_pairs
 from longctx.trainers.refusals import TrainerError
@@ -53,8 +55,6 @@ class WholeSteps:
     def train(self: Any, *arguments: Any, **named: Any) -> Any:
         own: Any = super()  # the trainer
         self._next = None
-        if not self.is_fsdp_enabled:  # an evaluation has prepared the model without DDP, and accelerate would leave it so
-            self.model._is_accelerate_prepared = False
         output = own.train(*arguments, **named)
         if self._next is not None:
             self._next[1].exception()  # the step after the last one is shared, too: other ranks may wait for it
@@ -114,8 +114,9 @@ class WholeSteps:
         of_pairs = self.dynamic.seq2seq is not None
         ids: Any = inputs.get("decoder_input_ids" if of_pairs and labels is None else "input_ids")
         targets: Any = torch.full_like(ids, IGNORED_LABEL) if labels is None and ids is not None else labels
-        rows = self._rows({**inputs, "labels": targets}, training=False)
-        share = self.dynamic.start([list(itertools.chain.from_iterable(rows))], every=not prediction_loss_only).result()
+        rows, failed = attempted(lambda: self._rows({**inputs, "labels": targets}, training=False), [])
+        documents = list(itertools.chain.from_iterable(rows))
+        share = self.dynamic.start([documents], every=not prediction_loss_only, failed=failed).result()
         mask, loss = inputs.get("attention_mask"), torch.zeros((), device=self.args.device)
         kept = (columns_of(rows, targets) if of_pairs else torch.ones_like(ids) if mask is None else mask).cpu()
         with torch.no_grad(), self.compute_loss_context_manager(), self._metrics_of_the_step(share):
@@ -144,19 +145,12 @@ class WholeSteps:
             of_loss, self._gathers_loss = self._gathers_loss, False
             return (every if of_loss else once)(values)
 
-        self.gather_function = gathered
-        try:
+        with replaced(self, "gather_function", gathered):
             return own.evaluation_loop(*arguments, **named)
-        finally:
-            self.gather_function = every
 
     def _draw(self: Any, epoch_iterator: Iterator[Any], num_batches: int) -> None:
         """Takes the batches of the next step, and begins to share their documents."""
-        drawn, failed = [], None
-        try:
-            drawn = [self._documents(batch) for batch in itertools.islice(epoch_iterator, num_batches)]
-        except Exception as error:  # of a data set or a collator, for which other ranks would wait
-            failed = error
+        drawn, failed = attempted(lambda: [*map(self._documents, itertools.islice(epoch_iterator, num_batches))], [])
         self._next = epoch_iterator, self.dynamic.start(drawn, failed=failed)
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
@@ -214,14 +208,8 @@ class WholeSteps:
         if self.dynamic.router_loss is not None:
             self.dynamic.router_loss.step_tokens = share.tokens
         tokens, loader = getattr(self, "_total_train_tokens", None), self.accelerator.gradient_state.active_dataloader
-        remainder = getattr(loader, "remainder", None)
-        if remainder is not None:
-            loader.remainder = 0
-        try:
+        with contextlib.nullcontext() if loader is None else replaced(loader, "remainder", 0):
             yield
-        finally:
-            if remainder is not None:
-                loader.remainder = remainder
         count, total = len(share.micro_batches), sum(share.micro_batch_targets)
         for name, values in metrics.items():
             if count and total and len(values) == before.get(name, 0) + count:
@@ -275,7 +263,6 @@ class _Inputs(dict[str, Any]):
     """A share in the place of a batch. Trainers count the tokens, or those of sources, in `input_ids`."""
 
     def __init__(self, share: Share) -> None:
-        tokens = [(batch.source or batch).tokens for batch in share.micro_batches]
-        ids = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+        ids = torch.zeros(share.read, dtype=torch.int64)
         super().__init__(input_ids=ids, attention_mask=torch.ones_like(ids))
         self.share = share
