@@ -123,8 +123,8 @@ def compare_case(
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
     places: Mapping[str, Place] = MappingProxyType({}),
-) -> tuple[list[PlannerRow], dict[str, Plan]]:
-    """Plans one step with the given planners; returns their rows, and their plans by planner.
+) -> list[PlannerRow]:
+    """Plans one step with the given planners; returns their rows.
 
     If a planner has no plan, the note of its row gives the reason. `places` are the planners that only assign documents.
     Raises PlanError if no degree holds the documents.
@@ -144,7 +144,7 @@ def compare_case(
         except PlanError as error:
             notes[planner] = str(error)
     baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
-    rows = [
+    return [
         PlannerRow(
             seed=case.seed,
             ranks=case.ranks,
@@ -158,7 +158,6 @@ def compare_case(
         )
         for planner in planners
     ]
-    return rows, plans
 
 
 def _degree(planner: str, case: Case, profile: HardwareProfile) -> int:

@@ -1,4 +1,4 @@
-"""Tables of the comparison as text, shared by terminal and page, and their output on the terminal."""
+"""Tables of the comparison as text, and their output on the terminal."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
