@@ -1,4 +1,4 @@
-"""Document lengths on the command lines of `plan`, `compare` and `split`: their options, and the source that these name."""
+"""Document lengths on the command lines of `plan` and `compare`: their options, and the source that these name."""
 
 import argparse
 from collections.abc import Mapping

@@ -91,7 +91,7 @@ def gains(rows: Sequence[PlannerRow]) -> list[str]:
         ("the best single context-parallel degree", "single-degree", auto.speedup_over_single),
         ("the smallest degree that holds all, or --baseline", "fixed-static", auto.speedup_over_fixed),
     )
-    split = f"auto over the best tensor and pipeline split of a static run: longctx split --gpus {ranks}"
+    split = f"auto over the best tensor and pipeline split of a static run: python bench/split.py --gpus {ranks}"
     return [split, *(f"auto over {what} ({degree_of(by[name]) or 'none'}): {times(speedup)}" for what, name, speedup in over)]
 
 
