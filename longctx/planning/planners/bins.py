@@ -28,8 +28,8 @@ def plan_bins(step: Step) -> Candidate:
 def bin_degrees(step: Step) -> Integers:
     """Returns the degree of every document by the step's table; see `degrees_by_bins` and `derived_degrees`."""
     if step.bins is None:
-        return derived_degrees(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
-    return degrees_by_bins(step.bins, step.lengths, step.ranks, step.tokens_per_rank)
+        return derived_degrees(step.profile, step.lengths, step.places, step.tokens_per_rank)
+    return degrees_by_bins(step.bins, step.lengths, step.places, step.tokens_per_rank)
 
 
 def pack_bins(step: Step, degrees: Integers) -> Assignment:
