@@ -50,7 +50,6 @@ class Loader(Iterator[StepBatch]):
     """An endless iterator over the steps of one rank.
 
     Args:
-        store: documents of one store or several.
         rank, ranks: this rank, and the number N of ranks in the domain.
         planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
         global_tokens: minimum number of tokens per step.

@@ -52,7 +52,6 @@ class Mixture:
     `make_sampler` makes the steps of one store; no step takes the documents that are `left_out`, bool `[documents]`.
 
     Attributes:
-        sources: the stores.
         samplers: one sampler per store, with one piece per step.
         shares: share of the tokens per store, summing to 1.
     """

@@ -107,8 +107,6 @@ class Sampler:
     Args:
         lengths: tokens per document of the store, int64 `[documents]`.
         global_tokens: minimum number of tokens per step.
-        seed: seed of the permutations.
-        max_length: maximum number of tokens per piece.
         long_documents: treatment of longer documents: split, drop, error, truncate_left (keeps the end) or truncate_right.
             None: error for those that are `partly` trained, split for the others.
         partly: documents of which some tokens have no loss, as of conversations, bool `[documents]`; None: no document.

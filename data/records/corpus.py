@@ -86,15 +86,12 @@ class Corpus:
     """A source whose files are known but not yet read.
 
     Attributes:
-        source: the source as given.
         kind: python-stdlib, files, dataset or hub.
         root: folder that document names are relative to.
         files: every file that is read, sorted by name.
         not_read: number of other files by reason.
-        as_text: read every file as one text, whatever its ending.
         max_documents: stop after this number of documents; None: read all.
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
-        hub: the data set on the hub.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
         separator: what separates documents in files that are one text each, if given; "": nothing does.
         ends: tokens of which the first that a plain text file (.txt) contains separates its documents, without `separator`.

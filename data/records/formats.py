@@ -69,7 +69,6 @@ class Document:
     Attributes:
         name: place in the source.
         source_bytes: its share of the source's bytes.
-        format: format of its record.
         tools: tool descriptions for the chat template; None if the record has none.
         first_trained: index of the first message that may be trained on.
         weight: weight of each of its tokens in the loss.

@@ -81,7 +81,6 @@ class Store:
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
         trained_tokens: targets per document, int64 `[documents]`.
         weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
-        tokenizer: tokenizer that made the tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
     """
 
