@@ -25,7 +25,7 @@ import yaml
 from bench.harness import RESULTS, Table, facts, markdown
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
-from longctx.memory.advisor import changes_between, fitted, heaviest
+from longctx.memory.fitting import changes_between, fitted, heaviest
 from longctx.memory.model import Memory, estimate
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan

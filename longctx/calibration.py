@@ -136,16 +136,21 @@ def measure_profile(
         add("the shortest messages × layers × passes", latency_s=latency_s * described.work.kv_bytes / row_bytes)
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
-    said = {
+    conditions = _conditions(config, mesh, per_node) | described.model_dump()
+    return Measured(profile, about, how, base, conditions, _check(run, profile))
+
+
+def _conditions(config: Config, mesh: Mesh, per_node: int) -> dict[str, Any]:
+    """Returns what the constants were measured with, besides model and machine."""
+    return {
         "versions": {"longctx": longctx.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "date": datetime.now(UTC).date().isoformat(),
         "threads_per_rank": torch.get_num_threads(),
         "ranks": mesh.ranks,
         "nodes": mesh.ranks // per_node,
         "kernel": config.context.kernel,
-        "tokens_per_rank": tokens,
+        "tokens_per_rank": config.batch.tokens_per_rank,
     }
-    return Measured(profile, about, how, base, {**said, **described.model_dump()}, _check(run, profile))
 
 
 def _describe(config: Config, mesh: Mesh, shape: ModelShape) -> Described:

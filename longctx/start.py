@@ -13,7 +13,7 @@ import torch
 
 from longctx.config import Config, check
 from longctx.errors import UserError, raise_together
-from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
+from longctx.memory.fitting import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
 from longctx.parallel.environment import Launch
 from longctx.parallel.float8 import check_float8

@@ -14,7 +14,7 @@ import yaml
 from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store.store import Store
-from longctx.memory.advisor import cheapest_change, choices, heaviest
+from longctx.memory.fitting import cheapest_change, choices, heaviest
 from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS
 from longctx.parallel.mesh import make_groups

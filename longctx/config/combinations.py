@@ -142,7 +142,7 @@ def _rows() -> Iterator[Row]:
     yield from _parallelism()
     yield from _experts()
     yield from _optimizers()
-    yield from _speed()
+    yield from _train()
 
 
 def _lora() -> Iterator[Row]:
@@ -221,7 +221,7 @@ def _optimizers() -> Iterator[Row]:
     yield Row("train.offload_optimizer is true", eight_bit, "8-bit moments stay on the device")
 
 
-def _speed() -> Iterator[Row]:
+def _train() -> Iterator[Row]:
     yield Row("train.compile is true", Where("linear attention is true"), "chunks and messages differ between micro-batches")
     float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
     yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")

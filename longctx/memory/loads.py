@@ -26,12 +26,10 @@ class Load:
     """Rows (tokens) that a rank holds, receives and sends in a micro-batch.
 
     Attributes:
-        tokens: rows that the rank holds.
         remote: rows of K and V received from other ranks, over all exchange rounds.
         sent: rows of K and V sent to other ranks; a row sent to two ranks counts twice.
         held: maximum remote rows of consecutive exchange rounds that are in memory at once.
         fullest: remote rows of the largest round, which is the most that a kernel works on at a time.
-        micro_batches: number of micro-batches of the step.
         swapped: rows of documents whose heads are swapped for tokens (Ulysses).
         kv_copies: ranks that have a copy of each KV head of these rows.
         source: rows of `tokens` that an encoder reads.

@@ -27,7 +27,6 @@ class Memory:
     """Peak memory of a rank in bytes: the parts at one `moment` of a step, and their sum `total`.
 
     Attributes:
-        moment: description of the moment.
         parameters: shard of the weights, in float32; those frozen by LoRA in the compute dtype, or quantized.
         optimizer: shard of the optimizer state.
         gathered_weights: weights gathered from all shards, in the compute dtype, or quantized.

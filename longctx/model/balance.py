@@ -39,10 +39,8 @@ class RouterWatch:
     """Counts the tokens of each expert of a layer in a step, and adds the gradients of the balance losses.
 
     Attributes:
-        experts, per_token: number of experts, and of those that a token uses.
         scores: how scores come from logits: softmax or sigmoid.
         bias: module and name of the buffer with the bias [experts] that only chooses experts; None without one.
-        document_loss, z_loss: factors of the losses; 0: not computed.
         begin_sum: starts to sum a tensor over the ranks that documents are split over, in place, and returns a function that
             waits for the sum; None: one process.
         counts: int64 [experts], tokens sent to each expert in backward passes since `clear`; None before the first.

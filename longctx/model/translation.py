@@ -44,7 +44,6 @@ class ExpertNames:
     """Names of a mixture of experts in a family.
 
     Attributes:
-        module: module of a block that has router and experts.
         names: matrices of an expert, ours → theirs.
         sizes: config fields with the sizes of mixtures, ours → theirs.
         normalized: whether the scores of chosen experts always add up to 1.
@@ -84,8 +83,6 @@ class Family:
     """A model type of transformers that the native decoder can run.
 
     Attributes:
-        kind: its model_type.
-        architecture: its class.
         always: options that all its shapes have.
         windows: layers with a window: none, all, or those named in layer_types.
         experts: mixtures of experts; None: dense MLPs.
