@@ -19,7 +19,6 @@ class Probe:
 
     Attributes:
         name: what it looks for.
-        lengths: tokens of each document.
         prompt: share of each document's tokens, the first ones, that have no loss.
         ends: whether a document of several tokens ends with END.
         pad: id of padding; END, as where a tokenizer has no token for padding, or PAD.

@@ -76,13 +76,10 @@ class MeasuredComparison:
     """Result of `train_in_turn`.
 
     Attributes:
-        modes: measured steps of every mode.
         ranks: N, the number of ranks in the domain.
-        tokens_per_rank: the setting of that name.
         warmup: number of warm-up steps, which count only for the comparison of losses.
         loss_difference: maximum relative difference of a mode's loss from the first mode's, over all steps.
         loss_tolerance: maximum `loss_difference` due to rounding.
-        ended_early: True if SIGTERM stopped the comparison before the last step.
     """
 
     modes: tuple[MeasuredMode, ...]
@@ -138,11 +135,8 @@ def train_in_turn(
 
     Args:
         config: settings of the run; `context.mode` and `context.degree` are replaced, `context.bins` applies to mode bins only.
-        mesh: the mesh.
-        store: documents to train on.
         modes: two or more of auto, bins, static (the best degree of every step by the cost model) and static:DEGREE.
         steps, warmup: number of measured steps, and of steps before them.
-        tell: called with a line on every step.
 
     Raises UserError for unknown or repeated modes, ConfigError for modes that the settings do not allow.
     """

@@ -46,9 +46,6 @@ class Case:
     """One step to be planned.
 
     Attributes:
-        lengths: tokens of its documents.
-        ranks, tokens_per_rank: number of ranks in the domain, and token budget per rank.
-        seed: seed that the documents were drawn with.
         longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
         fixed_degree: degree of fixed static, if given explicitly.
         single_degree: degree with which fixed static takes least time for all steps of a comparison; None: for this step.

@@ -37,10 +37,8 @@ class LengthSource:
     """A source of document lengths.
 
     Attributes:
-        words: description of the source.
         draw: function from number of ranks and maximum document length to steps.
         longest: tokens of the longest document that steps can be drawn from, whether or not it is drawn. A run must hold it.
-        seed: seed of the first step.
         data_set: lengths of all documents that steps are drawn from; None for a mix, of which only a histogram is known.
     """
 

@@ -114,11 +114,8 @@ class StepMetrics:
         """Returns the metrics of a step.
 
         Args:
-            batch: the step.
             ranks: values of all processes by name, float64 [world size]: `rows`, `expert_layers`, and every number with a
                 reduction over ranks.
-            step_time_s: wall-clock time of the step.
-            known: numbers that are the same on all processes.
         """
         plan, padded, computed = batch.plan, float(ranks["rows"].sum()), sum(batch.plan.lengths)
         values = {
@@ -267,7 +264,6 @@ class MetricsLog:
 
         Args:
             every, last_step: steps between lines on the console, which also shows the first and the last step.
-            wandb: run of Weights & Biases, or None.
             settings: of the run, which are shown there.
         """
         self.path = folder / LOG

@@ -61,15 +61,10 @@ class Trainer:
         """Makes a trainer of built parts; `training.assembly` builds them.
 
         Args:
-            passes: the model and its passes.
             loader: steps to train on; None if batches are passed to `step`.
-            validator: validates every `eval.every` steps; None: never.
             stop: signal after which the run ends.
-            log: log of rank 0.
-            tracer: traces some steps.
             base: folder and fingerprint of the checkpoint that the run began from.
             best: step and validation loss of the best checkpoint so far.
-            steps_done: steps done already.
         """
         self.config, self.mesh, self.passes, self.optimizer, self.loader = config, mesh, passes, optimizer, loader
         self.model = passes.model

@@ -36,10 +36,8 @@ class Documents:
     """Documents of a store for one pass in order, split or dropped if too long, as in training.
 
     Attributes:
-        store: the store.
         pieces: documents or parts of documents, in the order of the store.
         step_tokens: minimum number of tokens that are planned together.
-        pad_to_multiple_of: as in `Loader`.
         max_length: maximum tokens of a piece.
         long: number of documents longer than `max_length`, which are split or dropped.
     """
@@ -120,13 +118,7 @@ def validation_documents(config: Config, data: RunData, max_length: int) -> Docu
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates documents; does not affect training.
-
-    Attributes:
-        documents: documents to validate.
-        passes: the model.
-        planner: planner of the run.
-    """
+    """Validates documents; does not affect training."""
 
     documents: Documents
     passes: Passes

@@ -227,7 +227,6 @@ class StepTimes:
         attention: attention of every document on each of its ranks [documents].
         encoding: part of `time` that encodes images; every rank of a ring counts as the one with most.
         launch_ns, step_ns: fixed cost per micro-batch and per step.
-        pipeline: the pipeline that runs the micro-batches.
     """
 
     time: Integers

@@ -32,7 +32,6 @@ class Scan:
         flops: matrix products of its scan in float32, in a long document.
         split_flops: how many more in a document on several ranks: those of the transitions, and of outputs from the states that
             other ranks send.
-        delta_rule: whether it has one.
         kept: bytes that it keeps for backward.
         working: bytes that backward needs beside.
     """
@@ -89,8 +88,6 @@ class LayerSpec:
 
     Attributes:
         hidden_size: width of the residual stream.
-        num_attention_heads, num_key_value_heads, head_dim: number of query heads and of key-value heads, and their size.
-        intermediate_size: width of the MLP.
         matrix_parameters: parameters of the matrices that multiply every token.
         other_parameters: parameters of norms and biases.
         idle_parameters: parameters of matrices that do not multiply a token: experts that it does not use.
@@ -175,10 +172,8 @@ class ModelSpec:
     """Sizes of a model.
 
     Attributes:
-        layers: sizes of every block, in order.
         hidden_size: width of the residual stream.
         vocab_size: entries of the embedding and of the output projection; None while no tokenizer is known.
-        tie_word_embeddings: whether embedding and output projection are the same matrix.
         attention_softcap: tanh bound of attention scores; 0: no bound.
         encoder_root_parameters: parameters of an encoder's embedding and last norm; 0 without.
         frozen_tower: parameters of an encoder of images that are not trained, where there are no adapters.

@@ -54,7 +54,6 @@ class Muon(torch.optim.AdamW):
         groups: groups of parameters, as torch's optimizers take them; those of matrices have their `momentum`.
         matrices: the parameters of matrices, in the same order on all ranks, and how many are stacked along the rows of each.
         ranks: group of all ranks that hold parts of them; None: this process holds all of them.
-        device: where matrices are gathered and updates computed.
     """
 
     def __init__(
