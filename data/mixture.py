@@ -115,7 +115,6 @@ class Mixture:
         return {**columns, "taken": [taken for _, taken in cursor]}
 
     def cursor(self, state: dict[str, Any]) -> tuple[Place, ...]:
-        """Returns the cursor of a saved `state`."""
         return tuple(zip(map(int, state["cursor"]), map(int, state["taken"]), strict=True))
 
     def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:

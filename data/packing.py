@@ -117,7 +117,6 @@ class StepBatch:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of the step."""
         return len(self.rows or self.plan.lengths)
 
 

@@ -50,7 +50,6 @@ def train(
     """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
 
     Args:
-        config: settings of the run, from `longctx.load_config`.
         resume: continue from the newest complete checkpoint of `train.run_dir`.
         step: continue from the checkpoint of this step instead; later ones are moved to a folder set-aside-1 of the run.
         resume_if_any: the same if there is a checkpoint, else start from the beginning.

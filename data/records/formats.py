@@ -268,7 +268,6 @@ def _instruction(record: dict[str, Any]) -> str:
 
 
 def _history(record: dict[str, Any]) -> list[Message]:
-    """Returns the questions and answers before the last question."""
     history = _listing(record, "history")
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in history

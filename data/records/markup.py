@@ -49,7 +49,6 @@ class Markup:
         self._spelled = _any_of(self.special)
 
     def special_tokens(self, text: str) -> list[str]:
-        """Returns the special tokens that a text contains."""
         return self._spelled.findall(text)
 
     def pieces(self, text: str) -> list[str]:

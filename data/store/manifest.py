@@ -106,7 +106,6 @@ class Manifest:
 
     @property
     def conversations(self) -> bool:
-        """Whether the store has conversations."""
         return bool(set(self.formats) - WITHOUT_TEMPLATE)
 
     @property

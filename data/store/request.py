@@ -108,12 +108,10 @@ class StoreRequest:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the request."""
         choice = ["bpe", self.vocab_size] if self.given is None else [self.given.fingerprint, self.given.end_of_document]
         return _digest({"tokenizer": choice, **self._content})
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Returns the fingerprint of the store that was made."""
         own = {"tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
         return _digest({**own, **self._content})
 

@@ -171,17 +171,14 @@ class Store:
 
     @property
     def weighted(self) -> bool:
-        """Whether tokens may have weights of their own."""
         return any(batch.weights is not None for batch in self._batches)
 
     @property
     def said(self) -> str:
-        """Path of the store, or of all stores, for messages."""
         return ", ".join(str(source.path) for source in self.sources)
 
     @property
     def names(self) -> Iterator[str]:
-        """Names of all documents, in order."""
         for part in self._names.chunks:
             yield from part.to_pylist()
 

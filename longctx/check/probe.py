@@ -36,7 +36,6 @@ class Probe:
 
     @cached_property
     def documents(self) -> list[list[int]]:
-        """Token ids of every document."""
         found, next_id = [], FIRST
         for length in self.lengths:
             ids = list(range(next_id, next_id + length))

@@ -69,7 +69,6 @@ def parse_baseline(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans the documents with every planner, and prints the modelled times."""
     from longctx.comparison.modelled import mean_rows
     from longctx.training.run_profile import preset_profile
 
@@ -115,7 +114,6 @@ def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["
 
 
 def _compare(cases: Sequence["Case"], profile: "HardwareProfile") -> list["PlannerRow"]:
-    """Returns the rows of all cases. Shows progress on a terminal."""
     from longctx.comparison.modelled import compare_case
 
     rows: list[PlannerRow] = []

@@ -121,7 +121,6 @@ def _checked(arguments: argparse.Namespace) -> int:
 
 
 def _out(arguments: argparse.Namespace) -> Path:
-    """Returns the run folder."""
     name = f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data or 'lengths')}"
     return arguments.out or Path("runs", name)
 

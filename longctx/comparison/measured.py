@@ -1,10 +1,8 @@
 """Measured comparison: trains steps on the same documents under several modes of planning, and times them.
 
-Every mode has its own trainer (model, optimizer and loader, from the same seed) on one mesh. The trainers take turns: one step
-of each mode on the same documents, then the next step. So disturbances of the machine affect all modes alike, and ratios within
-a run are more reliable than times of separate runs. As loss and gradients do not depend on the plan, the losses of all modes
-must stay equal, which is checked. Each mode holds weights, gradients and optimizer state, so a model that fills a GPU needs
-more ranks than in training.
+Every mode has its own trainer, from the same seed, on one mesh. The trainers take turns, a step each on the same documents, so
+that disturbances of the machine affect all modes alike. Losses must stay equal, which is checked. Each mode holds weights,
+gradients and optimizer state, so a model that fills a GPU needs more ranks than in training.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Modelled comparison: plans the same documents by auto, bins and static degrees, scored by one cost model.
 
-A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a row for each.
-Times are modelled with one hardware profile. Speedups are over three static plans: fixed static, one degree for all steps as in
-trainers without dynamic degrees, the smallest or the best; and the best static degree of every step, which is what
-`context.mode: static` does.
+A `Case` is one step. `compare_case` plans it with every planner. Speedups are over three static plans: one degree for all
+steps, the smallest or the best, as in trainers without dynamic degrees; and the best degree of every step (`context.mode:
+static`).
 """
 
 import math

@@ -88,7 +88,6 @@ def file_source(
 
 
 def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> LengthSource:
-    """Returns the first steps of training on a store."""
     store = Store.open(path)
 
     def draw(ranks: int, longest: int) -> Drawn:
@@ -107,7 +106,6 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
 
 
 def first_lengths(sampler: Sampler, count: int) -> list[list[int]]:
-    """Returns the lengths of the pieces of the first `count` steps."""
     lengths, cursor = [], sampler.start
     for _ in range(count):
         pieces, cursor = sampler.step(cursor)

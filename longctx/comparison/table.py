@@ -67,7 +67,6 @@ def speedups_table(rows: Sequence[PlannerRow], speedup: str) -> Words:
 
 
 def captions(rows: Sequence[PlannerRow]) -> list[str]:
-    """Returns explanations of the tables of plans and memory."""
     lines = [
         "over fixed, over best: speedup over fixed static, which packs documents as they come (another degree: --baseline "
         "static:DEGREE), and over the best static degree of every step, as context.mode static has it; best single: fixed "
@@ -96,7 +95,6 @@ def gains(rows: Sequence[PlannerRow]) -> list[str]:
 
 
 def step_words(rows: Sequence[PlannerRow]) -> str:
-    """Returns the size of a step."""
     return f"{rows[0].documents:,} documents, {rows[0].tokens:,} tokens, longest document {rows[0].longest:,}"
 
 

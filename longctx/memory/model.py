@@ -1,10 +1,8 @@
 """Memory model: peak memory per rank in bytes, by purpose.
 
 Few moments of a step can be the peak: the loss, the backward of the last block, the end of backward and the optimizer. Each is
-summed up from the tensors that autograd, FSDP2 and ring attention keep; the largest sum is the peak. A test compares it with
-the allocator's peak on CPUs.
-
-Not counted: the process and its libraries, and fragmentation.
+summed up from the tensors that autograd, FSDP2 and ring attention keep. A test compares the largest with the allocator's peak
+on CPUs. Not counted: the process and its libraries, and fragmentation.
 """
 
 from collections.abc import Iterator, Sequence

@@ -38,7 +38,6 @@ class Passes:
     """
 
     def __init__(self, config: Config, mesh: Mesh, source: ModelSource) -> None:
-        """Builds the model with its initial weights."""
         self.config, self.mesh = config, mesh
         self.model, self.pipeline = build_model(source, config, mesh)
         self.clock = StepClock(mesh.device)

@@ -224,7 +224,7 @@ class Trainer:
         if peak is None:
             return None
         plan = batch.plan
-        flops = model_flops(self.model.spec, plan.lengths, plan.trees, plan.sources)
+        flops = model_flops(self.model.spec, plan.lengths, plan.trees)
         return flops / (seconds * peak * self.mesh.world_size)
 
     def _gather(self, batch: StepBatch, losses: torch.Tensor, squares: float) -> dict[str, torch.Tensor]:

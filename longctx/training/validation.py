@@ -118,8 +118,6 @@ def validation_documents(config: Config, data: RunData, max_length: int) -> Docu
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates documents; does not affect training."""
-
     documents: Documents
     passes: Passes
     planner: Planner

@@ -136,9 +136,9 @@ def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> 
     """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the last rank has the head."""
     ranks = [[spec.layers[number] for number in held] for held in layers_of_ranks(spec, pipeline, tokens_per_rank)]
     work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as in `split_layers`
-    work[-1] += spec.head_parameters
+    work[-1] += spec.vocabulary_parameters
     if work[-1] == max(work):
-        return ranks[-1], spec.head_parameters
+        return ranks[-1], spec.vocabulary_parameters
     return ranks[work.index(max(work))], 0
 
 

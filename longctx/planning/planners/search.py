@@ -1,15 +1,11 @@
 """Search: the planner of mode `auto`. Chooses the number of micro-batches and the degree of every document.
 
-It plans in blocks of 32, 16, … 1 neighbouring ranks, as if a block were one rank. With few documents per rank, documents that
-share the ranks of a block are more even than documents of one rank each, and a step of few blocks is planned quickly.
-
-A document takes the smallest degree at which its ranks finish it within a time limit. There are two families of limits:
-- one limit for all documents, as a share of the time of evenly spread work: lower limits give more and finer pieces, which pack
-  better but lose kernel efficiency;
-- one limit per micro-batch, if the longest document exceeds the even time even on all ranks (`shortest_path.py`).
-Placements of rings are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with
-documents of degree 1; then fewer and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost
-decides.
+It plans in blocks of 32, 16, … 1 neighbouring ranks, as if a block were one rank: with few documents per rank these are more
+even if they share the ranks of a block, and a step of few blocks is planned quickly. A document takes the smallest degree at
+which its ranks finish it within a time limit: one limit for all documents, as a share of the time of evenly spread work, or one
+per micro-batch if the longest document exceeds that time on all ranks (`shortest_path.py`). Placements of rings are ranked by
+estimated makespan (`packing.py`). The best few per number of micro-batches are filled with documents of degree 1; then fewer
+and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost decides.
 """
 
 import bisect

@@ -1,9 +1,9 @@
 """Static plans: the same degree for every document, the usual baseline.
 
-The domain is cut into ⌊N / degree⌋ groups of `degree` neighbouring ranks; if the degree does not divide N, the remaining ranks
-stay empty. Best-fit decreasing packs documents into groups under the token budget and sets the number of micro-batches. A
-second packing, with the same number of micro-batches, gives each document, longest first, to the emptiest group. Groups run in
-descending order of work, so groups of similar work share a micro-batch. The packing with the lower exact cost wins.
+The domain is cut into ⌊N / degree⌋ groups of neighbouring ranks; remaining ranks stay empty. Best-fit decreasing packs
+documents under the token budget and sets the number of micro-batches; a second packing gives each document, longest first, to
+the emptiest group. Groups run in descending order of work, so that similar work shares a micro-batch. The packing with the
+lower cost wins.
 """
 
 import bisect
