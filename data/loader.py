@@ -55,7 +55,6 @@ class Loader(Iterator[StepBatch]):
         global_tokens: minimum number of tokens per step.
         seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
         held_out_share: share of the documents held out from all steps; see `held_out`.
-        pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         merging: merges the documents of a step that begin alike; None: they stay apart.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.

@@ -46,7 +46,8 @@ class Markup:
         added = self._inner.get_added_tokens_decoder()
         self.special = [token.content for token in added.values() if token.special]
         """Texts of the special tokens."""
-        self._spelled = _any_of(self.special)
+        longest_first = sorted(filter(None, self.special), key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def special_tokens(self, text: str) -> list[str]:
         return self._spelled.findall(text)
@@ -75,8 +76,3 @@ class Markup:
                 trained[first:end] = weight
                 straddling += int(starts[first] < start) + int(stops[end - 1] > stop)
         return Marked(np.array(encoding.ids, self._dtype), token_weights(trained), straddling)
-
-
-def _any_of(words: Sequence[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches any of the words, longest first."""
-    return re.compile("|".join(map(re.escape, sorted(filter(None, words), key=len, reverse=True))) or "(?!)")

@@ -39,10 +39,6 @@ def marks_generation(text: str) -> bool:
     return _GENERATION.search(text) is not None
 
 
-def reasoning_keys(text: str) -> list[str]:
-    return [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", text)]
-
-
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out.
@@ -80,7 +76,8 @@ class Template:
         train_on: str = "assistant",
         empty_thoughts: bool = False,
     ) -> None:
-        self._texts, self._reasoning_keys = texts, reasoning_keys("".join(texts.values()))
+        self._texts, both = texts, "".join(texts.values())
+        self._reasoning_keys = [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", both)]
         self._variables = dict(variables)
         self.markup, self._ends = markup, ends
         self._train_on, self._empty_thoughts = train_on, empty_thoughts

@@ -59,7 +59,6 @@ class Source:
     """One of several stores that are read as one.
 
     Attributes:
-        path, fingerprint: path and fingerprint of the store.
         documents: indices of its documents among those of all stores.
         amount, unit: amount to take from the store: a `weight` (share of the tokens, relative to the other weights), or a
             number of `epochs` (in the time in which the other stores pass theirs).
@@ -76,7 +75,6 @@ class Store:
     """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for several.
 
     Attributes:
-        path, manifest: path and manifest of the store, or of the first of several.
         sources: the stores that this one consists of; a single store has itself.
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
         trained_tokens: targets per document, int64 `[documents]`.

@@ -74,7 +74,6 @@ class MeasuredComparison:
     """Result of `train_in_turn`.
 
     Attributes:
-        ranks: N, the number of ranks in the domain.
         warmup: number of warm-up steps, which count only for the comparison of losses.
         loss_difference: maximum relative difference of a mode's loss from the first mode's, over all steps.
         loss_tolerance: maximum `loss_difference` due to rounding.

@@ -94,10 +94,6 @@ def gains(rows: Sequence[PlannerRow]) -> list[str]:
     return [split, *(f"auto over {what} ({degree_of(by[name]) or 'none'}): {times(speedup)}" for what, name, speedup in over)]
 
 
-def step_words(rows: Sequence[PlannerRow]) -> str:
-    return f"{rows[0].documents:,} documents, {rows[0].tokens:,} tokens, longest document {rows[0].longest:,}"
-
-
 def missing(rows: Sequence[PlannerRow]) -> list[str]:
     """Returns one line for each planner and reason why it has no plan, with the numbers of ranks unless it has none at all."""
     ranks: dict[tuple[str, str], list[str]] = {}
@@ -123,7 +119,8 @@ def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, consol
     if len(detailed) < len(rows):
         for speedup, words in OVER.items():
             _print(f"{words}, by ranks", speedups_table(rows, speedup), console)
-    _print(f"{ranks:,} ranks: {step_words(detailed)}", plans_table(detailed), console)
+    step = f"{detailed[0].documents:,} documents, {detailed[0].tokens:,} tokens, longest document {detailed[0].longest:,}"
+    _print(f"{ranks:,} ranks: {step}", plans_table(detailed), console)
     for line in gains(detailed):
         console.print(line, highlight=False, markup=False)
     _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange round", memory_table(detailed), console)

@@ -199,10 +199,9 @@ class ContextSection(Section):
     two_level_exchange: bool = True
     """in rings that cross nodes (see the profile's ranks_per_node), send K and V once to each node and forward them inside the
     node; false: send them to every rank directly"""
-    ulysses_degree: Literal["auto"] | int = 1
+    ulysses_degree: Ranks = 1
     """Ulysses degree: number of neighboring ranks that exchange heads for tokens (all-to-all) around ring attention: a
-    divisor of the KV heads, or a multiple of them that divides the query heads, which copies KV heads; auto: chosen by the cost
-    model for every micro-batch; 1: rings only"""
+    divisor of the KV heads, or a multiple of them that divides the query heads, which copies KV heads; 1: rings only"""
     kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = "auto"
     """attention kernel; auto: the first of the others that supports the model and device; flash: the best installed flash-attn
     (extra `flash`), otherwise torch's flash attention; cpu: torch's flash attention for CPUs; triton: longctx's own for GPUs;

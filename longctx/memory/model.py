@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
 from longctx.memory.block import BlockMemory
-from longctx.memory.device import outside_allocator
-from longctx.memory.kernels import FLOAT32, kernel_workspace
+from longctx.memory.kernels import FLOAT32, kernel_workspace, outside_allocator
 from longctx.memory.loads import Load
 from longctx.planning.cost.spec import Adapters, LayerSpec, ModelSpec
 from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks

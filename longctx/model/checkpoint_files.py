@@ -109,7 +109,6 @@ class CheckpointFiles:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of each tensor, by the tensor's name."""
         if (self.folder / DESCRIBED).is_file():
             described = json.loads((self.folder / DESCRIBED).read_text("utf-8"))
             return {name: getattr(torch, dtype) for name, dtype in described.items()}

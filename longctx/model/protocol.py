@@ -127,7 +127,6 @@ class Model(nn.Module, ABC):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Sets every parameter to its `initial_value`."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, parameter, seed))
 

@@ -140,7 +140,6 @@ class Plan:
         return CrossLayout.of(placements, targets, placements, self.sources, micro_batch, rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain data for `json.dump`."""
         return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}
 
     def _content(self) -> dict[str, Any]:

@@ -22,8 +22,6 @@ WIDTH, PANEL_HEIGHT, HEAD, FOOT = 10.0, 2.35, 1.1, 0.95
 
 
 class Panel(NamedTuple):
-    """A plan and its name in words."""
-
     name: str
     plan: Plan
 
@@ -154,7 +152,6 @@ def _frame(axes: Axes, ranks: int, span_s: float) -> None:
 
 
 def _legend(figure: Figure, plans: Iterable[Plan]) -> None:
-    """Draws the key at the bottom of the figure."""
     classes = sorted({index for plan in plans for index in by_class(plan)})
     keys = [Patch(facecolor=colour(1 << index), label=class_name(index)) for index in classes]
     keys += [Patch(facecolor=WAIT, label="waits for K, V"), Patch(facecolor=IDLE, label="idle")]

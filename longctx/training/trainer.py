@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,8 @@ class Trainer:
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
                     validation = self.validator.validate()
-                    metrics = replace(metrics, **asdict(validation))
-                    improved = self._improves(validation.validation_loss)
+                    metrics = replace(metrics, **validation)
+                    improved = self._improves(validation["validation_loss"])
                 if self.log is not None:
                     self.log.write(metrics)
                 if every is not None and (last or self.stopping or improved or self.steps_done % every == 0):

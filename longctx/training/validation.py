@@ -7,6 +7,7 @@ run, so that training continues bit by bit as without it.
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,15 +21,6 @@ from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, padding
 from longctx.training.objectives.objective import token_mean
 from longctx.training.passes import Passes
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Validation metrics of a step; see `StepMetrics`."""
-
-    validation_loss: float
-    validation_tokens: int
-    validation_s: float
 
 
 @dataclass(frozen=True)
@@ -122,8 +114,8 @@ class Validator:
     passes: Passes
     planner: Planner
 
-    def validate(self) -> Validation:
-        """Returns the mean loss over all targets, weighted as in training, the same on each rank. Collective."""
+    def validate(self) -> dict[str, Any]:
+        """Returns numbers of `StepMetrics`, with the mean loss over all targets, the same on each rank. Collective."""
         began = time.perf_counter()
         mesh, total, divisor, targets = self.passes.mesh, 0.0, 0.0, 0
         for batch in self.documents.steps(self.planner, mesh):
@@ -135,4 +127,4 @@ class Validator:
             divisor += batch.target_weight
         loss = float(mesh.gather([total]).sum()) / (divisor or 1.0)
         self.passes.end_looking()
-        return Validation(loss, targets, time.perf_counter() - began)
+        return {"validation_loss": loss, "validation_tokens": targets, "validation_s": time.perf_counter() - began}

@@ -26,7 +26,6 @@ def nanoseconds(seconds: float) -> int:
 
 
 def fixed_ns(profile: HardwareProfile, micro_batches: int) -> int:
-    """Returns the fixed costs of a step with so many micro-batches."""
     return nanoseconds(profile.step_s) + micro_batches * nanoseconds(profile.launch_s)
 
 

@@ -14,8 +14,6 @@ RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class PassFlops(NamedTuple):
-    """Operations per token in forward and in backward."""
-
     forward: float = 0.0
     backward: float = 0.0
 
@@ -226,7 +224,6 @@ class ModelSpec:
 
     @property
     def adapted(self) -> bool:
-        """Whether only adapters are trained."""
         return self.tower_adapters > 0 or any(layer.adapters.parameters for layer in self.layers)
 
     @property

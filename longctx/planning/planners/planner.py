@@ -121,11 +121,6 @@ def _plan(mode: str, step: Step, best: Candidate, began: float) -> Plan:
     )
 
 
-def plan_auto(step: Step) -> Candidate:
-    """Returns the fastest plan of the search, mode bins and mode static."""
-    return or_by_other_modes(step, search(step))
-
-
 def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
     """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
@@ -136,7 +131,11 @@ def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
     return fastest(best, best_static(step, range(1, step.places + 1), below=best.makespan_ns))
 
 
-PLANNERS: dict[str, Callable[[Step], Candidate]] = {"auto": plan_auto, "static": plan_static, "bins": plan_bins}
+PLANNERS: dict[str, Callable[[Step], Candidate]] = {
+    "auto": lambda step: or_by_other_modes(step, search(step)),
+    "static": plan_static,
+    "bins": plan_bins,
+}
 """Mode → planner; planners raise PlanError if the documents do not fit."""
 
 

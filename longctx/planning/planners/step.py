@@ -77,7 +77,6 @@ class Step:
         return alone_ns(self.profile, lengths, degrees, offset, round_price=price, amounts=amounts, encoding=images)
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
-        """Returns the tokens on the fullest rank of each ring."""
         return largest_shards(lengths, degrees * self.block)
 
     def score(self, assignment: Assignment) -> StepTimes:
@@ -97,13 +96,11 @@ class Step:
         return None if scored.makespan_ns >= limit else self.candidate(winner, assignment, scored)
 
     def on_ranks(self, places: Assignment) -> Assignment:
-        """Returns the assignment to ranks of an assignment to places."""
         if self.block == 1:
             return places
         return Assignment(places.micro_batch, places.first_rank * self.block, places.degree * self.block, places.reversed)
 
     def split(self, degrees: Integers) -> "Degrees":
-        """Returns the cost of each document at its degree."""
         time, tokens = self.single_ns.copy(), self.single_tokens.copy()
         rings = np.flatnonzero(degrees > 1)
         time[rings] = self.alone_ns(rings, degrees[rings])
