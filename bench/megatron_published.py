@@ -23,13 +23,13 @@ import numpy as np
 
 from harness import markdown, options
 from longctx.comparison.baselines import plan_fixed_static, plan_placed
-from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
 from rivals import RIVALS
+from split_cost import Machine, Split, profile_of
 
 Lengths = np.ndarray[tuple[int], np.dtype[np.int64]]
 MEASURED_MS = {4: (195.269, 151.906), 8: (220.119, 155.850), 16: (226.775, 187.125)}

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from longctx.attention.ring_schedule import Schedule
 from longctx.planning.layout import Layout, Placement
-from longctx.plots.charts import INK, QUIET, STYLE
+from longctx.plots.colours import INK, QUIET, STYLE
 
 RANKS, LENGTH, NODE = 4, 64, 4
 COLOURS = ("#3b96de", "#f5b32c", "#a22162", "#4a9b6e")

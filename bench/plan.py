@@ -154,7 +154,7 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> Result:
     steps = draw_steps(setting, seeds)
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=longest)
-        planned = modelled.compare_case(case, profile, PLANNERS if speedups else ("auto", "static"), RIVALS)[0]
+        planned = modelled.compare_case(case, profile, PLANNERS if speedups else ("auto", "static"), RIVALS)
         began_s = time.process_time()
         make_plan(lengths, ranks=setting.ranks, tokens_per_rank=TOKENS_PER_RANK, profile=profile)
         auto_ms = 1e3 * (time.process_time() - began_s)

@@ -20,7 +20,7 @@ from bench.recipes import ROOT, replaced, stand_in
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
-from longctx.memory.advisor import heaviest
+from longctx.memory.fitting import heaviest
 from longctx.memory.model import estimate
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan

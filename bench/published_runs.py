@@ -22,7 +22,7 @@ from typing import Any
 from bench.recipes import LLAMA, LLAMA_70B, MODELS, stand_in
 from longctx.config import Config, load
 from longctx.errors import UserError
-from longctx.memory.advisor import heaviest
+from longctx.memory.fitting import heaviest
 from longctx.memory.model import _moments
 from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import in_float8, run_profile

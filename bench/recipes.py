@@ -9,12 +9,12 @@ drawn from the mix wlb_128k, cut at that length. Memory is that of a GPU's data 
 
 import argparse
 import csv
-import io
 import itertools
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,10 +23,9 @@ from typing import Any
 import yaml
 
 from bench.harness import RESULTS, Table, facts, markdown
-from longctx.cli import main as longctx
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
-from longctx.memory.advisor import changes_between, fitted, heaviest
+from longctx.memory.fitting import changes_between, fitted, heaviest
 from longctx.memory.model import Memory, estimate
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
@@ -70,7 +69,7 @@ SPLITS_HEAD = (
     "For your documents, this prints the ten best splits and the settings of the first:",
     "",
     "```bash",
-    "longctx split --gpus 64 --model llama-3.1-70b --lengths lengths.txt --max-length 131072",
+    "python bench/split.py --gpus 64 --model llama-3.1-70b --lengths lengths.txt --max-length 131072",
     "```",
     "",
 )
@@ -265,12 +264,15 @@ def search_splits() -> None:
 
 def best_split(model: str, longest: int, gpus: int) -> dict[str, Any]:
     """Returns the best split for a step; only its name if none holds the longest document."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file, redirect_stdout(io.StringIO()) as printed:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(map(str, lengths(longest, TOKENS))))
         file.flush()
         given = ["--lengths", file.name, "--global-tokens", str(TOKENS), "--steps", "1", "--max-length", str(longest)]
-        longctx(["split", "--gpus", str(gpus), "--model", model, *given, "--json"])
-    best = json.loads(printed.getvalue())["best"] if printed.getvalue() else []
+        script = [sys.executable, str(ROOT / "bench" / "split.py")]
+        done = subprocess.run(
+            [*script, "--gpus", str(gpus), "--model", model, *given, "--json"], stdout=subprocess.PIPE, check=False
+        )
+    best = json.loads(done.stdout)["best"] if done.stdout else []
     if not best:
         return {}
     settings = best[0]["settings"]

@@ -44,7 +44,6 @@ from longctx.planning.cost.model import alone_ns, score
 from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.shared_rings import Choice, place_within
 from longctx.planning.planners.static import best_fit
 
 NUMBERS_TRIED = 4
@@ -52,6 +51,8 @@ NUMBERS_TRIED = 4
 PRECISION = 0.01
 """Relative precision of the bisection on the finishing time."""
 SLACK = 1.05
+Choice = tuple[list[int], list[int]]
+"""Nanoseconds (0 where it does not fit) and tokens per rank of a document, for every group width."""
 MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
 
 
@@ -174,6 +175,33 @@ def _fastest(
             groups.setdefault((-i, group), LoadedGroup(degrees[i])).add(document, times[i], tokens[i])
         found, high = [groups[key] for key in sorted(groups)], int(max(group.time for group in groups.values()))
     return found
+
+
+def place_within(
+    limit: int, choices: list[Choice], widths: list[int], ranks: int, tokens_per_rank: int
+) -> list[tuple[int, int]] | None:
+    """Returns, for every document, longest first, the index of its group's width and the group's number at that width.
+
+    Returns None if the documents do not all fit within the limit on `ranks`.
+    """
+    groups: list[list[tuple[int, int, int]]] = [[] for _ in choices[0][0]]  # (time, tokens, number) of the groups of each width
+    free, places = ranks, []
+    for times, shards in choices:
+        for i, time in enumerate(times):
+            heap = groups[i]
+            if time and heap and heap[0][0] + time <= limit and heap[0][1] + shards[i] <= tokens_per_rank:
+                before, tokens, number = heap[0]
+                heapq.heapreplace(heap, (before + time, tokens + shards[i], number))
+                break
+        else:
+            i = next((i for i, time in enumerate(times) if 0 < time <= limit and widths[i] <= free), -1)
+            if i < 0:
+                return None
+            number = len(groups[i])
+            heapq.heappush(groups[i], (times[i], shards[i], number))
+            free -= widths[i]
+        places.append((i, number))
+    return places
 
 
 def place_megatron_dev(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:

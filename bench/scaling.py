@@ -3,7 +3,7 @@
     python bench/scaling.py      # docs/evidence/scaling.md and bench/results/scaling.csv; run again, it makes what is missing
 
 Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and memory that of the memory
-model. For every model and number of GPUs the search of `longctx split` finds the best split with mode auto for the step of
+model. For every model and number of GPUs the search of `bench/split.py` finds the best split with mode auto for the step of
 seed 0, which is then planned for five steps. Fixed static trains the same five steps on the split that is best for them, at
 the smallest power of two that holds the longest document of the mix, packed in the order drawn.
 
@@ -25,9 +25,6 @@ import numpy as np
 from harness import Table, command, facts, markdown, options
 from longctx.comparison.baselines import fixed_degree, place_fixed_static
 from longctx.comparison.mixes import load_mix
-from longctx.comparison.splits.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.comparison.splits.search import memory_of, possible_splits, search
-from longctx.comparison.splits.table import schedule_name
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.assignment import Integers
@@ -40,6 +37,9 @@ from longctx.planning.pipeline import NO_PIPELINE
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
+from split import schedule_name
+from split_cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
+from split_search import memory_of, possible_splits, search
 
 PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "scaling.md"
 PROFILE, MIX = "h100-nvlink-ib", "wlb_128k"

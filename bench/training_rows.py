@@ -14,7 +14,7 @@ import torch
 from longctx.attention.kernels import KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
-from longctx.memory.advisor import as_override, heaviest
+from longctx.memory.fitting import as_override, heaviest
 from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.spec import RECOMPUTE_MODES

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from longctx.data.trees import merge_prefixes
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import Tree
-from longctx.plots.charts import INK, QUIET, STYLE
+from longctx.plots.colours import INK, QUIET, STYLE
 
 PROMPT, COMPLETIONS, RANKS = 24, (5, 9, 15), 3
 COLOURS = ("#3b96de", "#f5b32c", "#a22162")

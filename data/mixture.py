@@ -52,7 +52,6 @@ class Mixture:
     `make_sampler` makes the steps of one store; no step takes the documents that are `left_out`, bool `[documents]`.
 
     Attributes:
-        sources: the stores.
         samplers: one sampler per store, with one piece per step.
         shares: share of the tokens per store, summing to 1.
     """
@@ -116,7 +115,6 @@ class Mixture:
         return {**columns, "taken": [taken for _, taken in cursor]}
 
     def cursor(self, state: dict[str, Any]) -> tuple[Place, ...]:
-        """Returns the cursor of a saved `state`."""
         return tuple(zip(map(int, state["cursor"]), map(int, state["taken"]), strict=True))
 
     def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:

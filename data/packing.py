@@ -38,7 +38,6 @@ class MicroBatch:
     """Data of one rank for one micro-batch. T is `layout.tokens`, rounded up to the requested multiple.
 
     Attributes:
-        index: index of the micro-batch in the plan.
         layout: spans of documents that the rank holds, and their rows in the buffer.
         tokens: int64 `[T]`; padding is 0.
         labels: int64 `[T]`; the next token of the same document, or of an encoder the token itself; -100 without a target and
@@ -118,7 +117,6 @@ class StepBatch:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of the step."""
         return len(self.rows or self.plan.lengths)
 
 

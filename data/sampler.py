@@ -1,13 +1,9 @@
 """Sampler: chooses the documents of each step as a function of one integer cursor, independent of the number of ranks.
 
-Documents longer than `max_length` are first split into pieces of `max_length` tokens and a rest, or dropped, or refused, or cut
-at one end. A piece is trained as a document of its own: attention, positions and labels restart. Below, "piece" includes whole
-documents. Pieces without a target are left out.
-
-Every epoch has its own permutation of all P pieces, given by the seed. The cursor is the number of pieces taken since the first
-step: the next piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes pieces until they have
-at least `global_tokens` tokens, so only its last piece exceeds them; a step may span several epochs. Steps take whole pieces,
-so the cursor before a step is all that is needed to repeat it, on any number of ranks.
+Documents longer than `max_length` are split into pieces, dropped, refused or cut; a piece is trained as a document of its own,
+and those without a target are left out. Every epoch has its own permutation of all P pieces, given by the seed. The cursor is
+the number of pieces taken: the next piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes
+whole pieces until they have at least `global_tokens` tokens, so the cursor is all that is needed to repeat it on any ranks.
 """
 
 import hashlib
@@ -107,8 +103,6 @@ class Sampler:
     Args:
         lengths: tokens per document of the store, int64 `[documents]`.
         global_tokens: minimum number of tokens per step.
-        seed: seed of the permutations.
-        max_length: maximum number of tokens per piece.
         long_documents: treatment of longer documents: split, drop, error, truncate_left (keeps the end) or truncate_right.
             None: error for those that are `partly` trained, split for the others.
         partly: documents of which some tokens have no loss, as of conversations, bool `[documents]`; None: no document.
@@ -206,7 +200,6 @@ class Sampler:
         return {"cursor": cursor, "epoch": cursor // self.pieces, "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
-        """Returns the cursor of a saved `state`."""
         return int(state["cursor"])
 
     def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> int:

@@ -42,7 +42,6 @@ class Merged:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of every document."""
         return list(map(len, self.tokens))
 
     @property

@@ -1,9 +1,8 @@
 """Measures a hardware profile: the constants of the cost model on this machine, with the trainer's own step.
 
-Measured are matrices (`linear_s_per_token`, with `launch_s` as what a micro-batch takes without tokens), the optimizer
-(`step_s`), attention on whole documents of three lengths, and with several ranks bandwidth and latency of their links. Taken
-from another profile, scaled to the model, are the overlap of attention and exchange, the penalty of splitting, and links that
-these ranks do not have. Work is timed on all ranks at once; as in a training step, the slowest rank counts.
+Measured are matrices, launch and optimizer, attention on whole documents of three lengths, and with several ranks the links.
+Overlap, the penalty of splitting and links that these ranks do not have are those of another profile, scaled to the model.
+Work is timed on all ranks at once; as in a training step, the slowest rank counts.
 """
 
 import math
@@ -72,12 +71,10 @@ class Measured:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where every constant is from."""
         others = dict.fromkeys(self.profile.to_dict(), f"taken from {self.base}")
         return others | dict.fromkeys(BY_MODEL, "model and settings") | self.how
 
     def to_yaml(self) -> str:
-        """Returns the profile as YAML, as `HardwareProfile.load` reads it."""
         taken = {name: source for name, source in self.sources.items() if name not in (*self.how, *BY_MODEL)}
         measured = {**self.run, "not_measured": taken, "check": self.check}
         content = {"about": self.about, **self.profile.to_dict(), "measured": measured}
@@ -95,10 +92,9 @@ def measure_profile(
 ) -> Measured:
     """Measures the constants that this machine and number of ranks allow; the others are those of the profile named `base`.
 
-    All ranks of the mesh must call it, and get the same profile. `shape` has the size of the vocabulary, `local_rank` is that
-    on the node, and `tell` is called with a description of each part before it starts. No data is read. Plain rings are
-    measured, without windows. Raises UserError for a token budget that is too small, nodes with different numbers of ranks, or
-    too little memory.
+    Collective. `shape` has the size of the vocabulary, `local_rank` is that on the node, `tell` is called before each part. No
+    data is read. Plain rings are measured, without windows. Raises UserError for a token budget that is too small, nodes with
+    different numbers of ranks, or too little memory.
     """
     tokens = config.batch.tokens_per_rank
     if tokens < LEAST_TOKENS:
@@ -136,16 +132,21 @@ def measure_profile(
         add("the shortest messages × layers × passes", latency_s=latency_s * described.work.kv_bytes / row_bytes)
     tell("a step, to compare with its prediction")
     about = f"{described}, {mesh.ranks} rank{'s' * (mesh.ranks > 1)}, by `longctx calibrate`."
-    said = {
+    conditions = _conditions(config, mesh, per_node) | described.model_dump()
+    return Measured(profile, about, how, base, conditions, _check(run, profile))
+
+
+def _conditions(config: Config, mesh: Mesh, per_node: int) -> dict[str, Any]:
+    """Returns what the constants were measured with, besides model and machine."""
+    return {
         "versions": {"longctx": longctx.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "date": datetime.now(UTC).date().isoformat(),
         "threads_per_rank": torch.get_num_threads(),
         "ranks": mesh.ranks,
         "nodes": mesh.ranks // per_node,
         "kernel": config.context.kernel,
-        "tokens_per_rank": tokens,
+        "tokens_per_rank": config.batch.tokens_per_rank,
     }
-    return Measured(profile, about, how, base, {**said, **described.model_dump()}, _check(run, profile))
 
 
 def _describe(config: Config, mesh: Mesh, shape: ModelShape) -> Described:

@@ -53,7 +53,6 @@ class SummedFile(io.BufferedWriter):
 
 
 def checksums(path: Path) -> str:
-    """Returns the checksums of a file."""
     sums = []
     buffer = memoryview(bytearray(CHUNK))
     with path.open("rb") as file:

@@ -37,7 +37,6 @@ COMMANDS = (
     "compare",
     "measure",
     "check-step",
-    "split",
     "calibrate",
     "estimate",
     "config",

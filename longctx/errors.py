@@ -41,7 +41,6 @@ def brief(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 

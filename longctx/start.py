@@ -13,7 +13,7 @@ import torch
 
 from longctx.config import Config, check
 from longctx.errors import UserError, raise_together
-from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
+from longctx.memory.fitting import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
 from longctx.parallel.device import record_messages
 from longctx.parallel.environment import Launch
 from longctx.parallel.float8 import check_float8
@@ -50,7 +50,6 @@ def train(
     """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
 
     Args:
-        config: settings of the run, from `longctx.load_config`.
         resume: continue from the newest complete checkpoint of `train.run_dir`.
         step: continue from the checkpoint of this step instead; later ones are moved to a folder set-aside-1 of the run.
         resume_if_any: the same if there is a checkpoint, else start from the beginning.

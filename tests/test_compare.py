@@ -1,9 +1,7 @@
-"""`longctx compare`: its numbers against plans made by hand, its page, CSV and JSON, and errors for bad input."""
+"""`longctx compare`: its numbers against plans made by hand, its CSV and JSON, and errors for bad input."""
 
 import csv
-import html
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +39,7 @@ LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, PlannerRow]:
-    return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100)[0]}
+    return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100)}
 
 
 def test_numbers_are_those_of_the_plans(rows: dict[str, PlannerRow]) -> None:
@@ -79,7 +77,7 @@ def test_fixed_static_has_the_degree_of_its_data_set_or_the_given_one() -> None:
     """Documents that need 1, 2 and 4 ranks; best static depends only on the documents of the step."""
 
     def fixed(**more: int) -> PlannerRow:
-        return compare_case(Case((6000,) * 8, 8, 4096, **more), H100, ("auto", "fixed-static"))[0][1]
+        return compare_case(Case((6000,) * 8, 8, 4096, **more), H100, ("auto", "fixed-static"))[1]
 
     of_data_set = fixed(longest=13_000)
     winners = [row.winner for row in (fixed(), of_data_set, fixed(longest=13_000, fixed_degree=8))]
@@ -93,7 +91,7 @@ def test_without_barriers_groups_of_fixed_static_wait_only_at_the_end_of_the_ste
     lengths = (1000, 8000, 8192, 500)
     alone = {length: make_plan((length,), ranks=1, tokens_per_rank=8192, profile=H100) for length in lengths}
     busy = {length: plan.makespan_s - H100.step_s - H100.launch_s for length, plan in alone.items()}
-    rows = compare_case(Case(lengths, 2, 8192), H100, ("auto", "fixed-static"))[0]
+    rows = compare_case(Case(lengths, 2, 8192), H100, ("auto", "fixed-static"))
     fixed = H100.step_s + 2 * H100.launch_s
     assert rows[1].makespan_s == pytest.approx(fixed + busy[8000] + busy[8192])
     assert rows[1].no_barrier_s == pytest.approx(fixed + busy[1000] + busy[8192])
@@ -103,7 +101,7 @@ def test_without_barriers_groups_of_fixed_static_wait_only_at_the_end_of_the_ste
 
 def test_the_best_static_degree_is_sought_among_all() -> None:
     """Two documents that just fit on 40 of 80 ranks each: no power of two is as fast, nor three times a power of two."""
-    row = compare_case(Case((40 * 4096, 40 * 4096, 500), 80, 4100), H100, ("static",))[0][0]
+    row = compare_case(Case((40 * 4096, 40 * 4096, 500), 80, 4100), H100, ("static",))[0]
     assert row.winner == "static:40"
 
 
@@ -111,7 +109,7 @@ def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
     planners = ("auto", "static", "plain-static")
     rows = {
         row.planner: row
-        for row in compare_case(Case((6 * 4096,), 6, 4096), H100, planners, {"plain-static": place_plain_static})[0]
+        for row in compare_case(Case((6 * 4096,), 6, 4096), H100, planners, {"plain-static": place_plain_static})
     }
     assert "largest degree here is 4" in rows["plain-static"].note and rows["plain-static"].speedup_over_best_static is None
     assert rows["static"].winner == "static:6" and rows["auto"].speedup_over_best_static is not None
@@ -130,7 +128,7 @@ def test_the_best_single_degree_is_that_of_all_steps() -> None:
     assert best_single_degree(steps, 60_000, 16, 16384, H100) == best
     assert best_single_degree(steps[1:], 60_000, 16, 16384, H100) == min(seconds, key=lambda degree: seconds[degree][1])
     case = Case(tuple(steps[1]), 16, 16384, longest=60_000, single_degree=8)
-    auto, single = compare_case(case, H100, ("auto", "single-degree"))[0]
+    auto, single = compare_case(case, H100, ("auto", "single-degree"))
     assert single.winner == "static:8" and single.makespan_s == seconds[8][1] and auto.makespan_s
     assert auto.speedup_over_single == pytest.approx(seconds[8][1] / auto.makespan_s)
 
@@ -226,7 +224,7 @@ def test_the_fixed_degree_of_a_mix_holds_documents_that_are_not_drawn(mix: str, 
     """64 ranks hold 1,048,576 tokens: of wikipedia's longest documents that is what splitting leaves."""
     (case,), _ = make_cases(mix_source(mix, 16, 4, 0, 1), [64], 16384, H100, "split", all_must_fit=True)
     assert max(case.lengths) < case.longest
-    assert compare_case(case, H100, ("fixed-static",))[0][0].winner == f"static:{degree}"
+    assert compare_case(case, H100, ("fixed-static",))[0].winner == f"static:{degree}"
 
 
 def test_a_named_degree_must_hold_the_longest_document_of_the_data_set() -> None:
@@ -258,10 +256,6 @@ def test_the_table_names_every_planner(capsys: pytest.CaptureFixture[str]) -> No
     assert "remote tokens" in out
 
 
-def text_of(page: Path) -> str:
-    return html.unescape(re.sub("<[^>]+>", "", page.read_text("utf-8")))
-
-
 def test_json_and_csv_hold_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
     assert compare("--mix", "magi_192k", "--ranks", "8", "--documents", "16", "--steps", "2", "--json", "--csv", str(path)) == 0
@@ -272,25 +266,6 @@ def test_json_and_csv_hold_every_row(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert tuple(lines[0]) == COLUMNS
     assert [line["planner"] for line in lines] == [row["planner"] for row in data["rows"]]
     assert [float(line["makespan_s"] or 0) for line in lines] == [row["makespan_s"] or 0 for row in data["rows"]]
-
-
-def test_the_page_has_the_figures_of_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(map(str, LENGTHS[:32])))
-    page = tmp_path / "page.html"
-    assert compare("--lengths", str(lengths), "--ranks", "8,16", "--html", str(page)) == 0
-    text = text_of(page)
-    auto = make_plan(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100)
-    assert f"{auto.makespan_s:.3g} s" in text
-    assert f"bound for any plan{tight_bound_s(auto):.3g} s" in text
-    assert "3 steps of the 32 documents of" in text and "16 ranks all documents are one step" in text
-    fixed = plan_fixed_static(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100, degree=1)
-    static = make_plan(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100, mode="static")
-    degree = static.winner.removeprefix("static:")
-    first = f"{fixed.makespan_s / auto.makespan_s:.2f}×auto over fixed static: degree 1 for all steps"
-    second = f"{static.makespan_s / auto.makespan_s:.2f}×auto over the best static degree of every step (degree {degree})"
-    assert 0 < text.index(first) < text.index(second), "the first figure that a reader meets is over fixed static"
-    assert "Ranks over time in one step, under fixed static and under auto" in text
 
 
 MIX = ("--mix", "wlb_128k")
@@ -307,7 +282,7 @@ MIX = ("--mix", "wlb_128k")
         ([*MIX, "--global-tokens", "5"], "--global-tokens needs a file or store, but the lengths come from a"),
         ([*MIX, "--ranks", "8", "--baseline", "static:3"], "static:3 on 8 ranks: the degree must divide"),
         ([*MIX, "--ranks", "8", "--baseline", "static:1"], "use degree"),
-        ([*MIX, "--html", "missing/page.html"], "folder missing does not exist"),
+        ([*MIX, "--csv", "missing/rows.csv"], "folder missing does not exist"),
         ([*MIX, "--ranks=2", "--documents=200", "--long-documents=error"], "2 ranks of 16384 tokens hold at most 32768"),
         (["5\n", "--documents", "1"], "--documents needs a mix, but the lengths come from a file"),
         (["5\n", "--steps", "0"], "--steps is 0"),

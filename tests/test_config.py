@@ -165,7 +165,7 @@ def test_what_runs_elsewhere_says_where(tmp_path: Path, name: str, where: str) -
         ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
         ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),
-        ("context.ulysses_degree=3", "that divides the query heads, 4\n      fix:  set it to 1, 2, 4, or auto"),
+        ("context.ulysses_degree=3", "that divides the query heads, 4\n      fix:  set it to 1, 2, 4"),
         ("parallel.pipeline_parallel_size=3", "fix:  set it to 2 or less, or use a model with more layers"),
         ("parallel.pipeline_chunks=2", "several chunks need a pipeline of 2 or more ranks"),
         ("train.steps=[1", "the value is not valid YAML"),

@@ -10,7 +10,7 @@ from longctx import start
 from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store.store import Store
-from longctx.memory.advisor import ROOM, changes_between, fitted, heaviest
+from longctx.memory.fitting import ROOM, changes_between, fitted, heaviest
 from longctx.memory.model import estimate
 from longctx.start import _may_change_settings
 

@@ -21,7 +21,7 @@ from longctx.config import Config, check, load
 from longctx.config.rules import broken_rules
 from longctx.data.store.store import Store
 from longctx.memory import kernels
-from longctx.memory.advisor import DoesNotFit, as_override, cheapest_change, choices, heaviest, refuse_too_large, savings
+from longctx.memory.fitting import DoesNotFit, as_override, cheapest_change, choices, heaviest, refuse_too_large, savings
 from longctx.memory.loads import Load, loads
 from longctx.memory.model import Memory, RankMemory, _moments, estimate, fits
 from longctx.model.presets import ModelShape

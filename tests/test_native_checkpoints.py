@@ -14,9 +14,9 @@ from longctx.cli import main
 from longctx.hf.source import pretrained
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.families import FAMILIES, expressed
-from longctx.model.family import canonical
 from longctx.model.presets import PRESETS, NoNativeModel
 from longctx.model.pretrained_decoder import PretrainedDecoder
+from longctx.model.translation import canonical
 from tests.huggingface_cases import SPECIAL
 from tests.native_cases import BASE, CASES, as_saved, attention_of, build
 from tests.pretrained_cases import largest_error

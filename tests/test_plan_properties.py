@@ -132,7 +132,7 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
     sources = tuple(length // 4 for length in request["lengths"])
     step = Step(profile, *sizes, pipeline=pipeline, encoding=encoding, sources=sources, parts=parts)
     on_all_ranks = 0
-    for degree in range(1, step.ranks + 1):
+    for degree in range(1, step.places + 1):
         found = pack_static(step, degree)
         if found is not None:
             bounds = degree_bounds_ns(step, degree)

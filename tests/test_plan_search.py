@@ -17,7 +17,6 @@ from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.search import search_in_blocks
 from longctx.planning.planners.settings import DEFAULT
-from longctx.planning.planners.shared_rings import shared_rings
 from longctx.planning.planners.shortest_path import LimitGraph
 from longctx.planning.planners.step import Step
 from rivals import RIVALS
@@ -76,23 +75,6 @@ def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_time() 
     after = balance(slots, time, np.ones(6, dtype=np.int64), room, free, 2, 40)
     load = np.bincount(after, time, 4).reshape(2, 2)
     assert load.max(axis=1).tolist() == [90, 30]
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(st.lists(st.integers(1, 9000), min_size=1, max_size=30), st.integers(1, 24))
-def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int], ranks: int) -> None:
-    step = Step(H100, np.array(lengths), ranks, 16384)
-    height = max(int(step.single_ns.sum()) // ranks, int(step.single_ns.max()) // ranks)
-    rings = shared_rings(step, height)
-    if rings is None:
-        return
-    first, stop = rings.first_rank, rings.first_rank + rings.degree
-    assert first.min() >= 0 and stop.max() <= ranks
-    same = (first[:, None] == first) & (stop[:, None] == stop)
-    apart = (stop[:, None] <= first) | (first[:, None] >= stop)
-    assert (same | apart).all()
-    assert int(rings.load.max()) <= 2 * height
-    assert int(rings.free.min()) >= 0
 
 
 @pytest.mark.parametrize(("mix", "ranks", "seed"), [("wikipedia", 64, 2), ("wlb_128k", 24, 0), ("wlb_128k", 24, 1)])
@@ -177,10 +159,3 @@ def test_documents_take_whole_blocks_that_hold_them(request: dict[str, Any], blo
 def test_a_document_that_fits_no_whole_blocks_is_planned_in_smaller_ones() -> None:
     """21 tokens in shards of 3 fit 7 ranks, not 8: head and tail are rounded up."""
     assert make_plan([21], ranks=8, tokens_per_rank=3, profile=H100).degrees == {7: 1}
-
-
-def test_groups_of_next_to_no_time_end() -> None:
-    """A bisection over whole nanoseconds ends even if the interval is shorter than its number of steps."""
-    lengths = np.array([40, 3, 2], dtype=np.int64)
-    for height in (1, 3, 436):
-        assert shared_rings(Step(H100, lengths, 24, 41), height) is None

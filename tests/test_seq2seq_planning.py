@@ -30,6 +30,22 @@ def spec() -> ModelSpec:
         return spec_of_seq2seq(T5GemmaForConditionalGeneration(T5GemmaConfig(**parts, vocab_size=256_000)))
 
 
+def products(spec: ModelSpec, source: int, target: int) -> int:
+    """Returns parameters times the tokens that they multiply: encoder and crossed K and V those of the source."""
+    encoder, decoder = spec.layers[: spec.encoder_layers], spec.layers[spec.encoder_layers :]
+    crossed = sum(layer.source_parameters for layer in decoder)
+    of_target = sum(layer.matrix_parameters for layer in decoder) - crossed + spec.vocabulary_parameters
+    return (sum(layer.matrix_parameters for layer in encoder) + crossed) * source + of_target * target
+
+
+def flops_of(spec: ModelSpec, source: int, target: int) -> int:
+    """Returns the operations of a forward pass over a source and its target."""
+    heads = [layer.num_attention_heads * layer.head_dim for layer in spec.layers]
+    read, written = sum(heads[: spec.encoder_layers]), sum(heads[spec.encoder_layers :])
+    pairs = read * source**2 + written * (target * (target + 1) // 2 + source * target)
+    return 2 * products(spec, source, target) + 4 * pairs
+
+
 def test_plans_count_the_attention_of_encoder_and_decoder() -> None:
     """In pairs of a query and a key: all of the source, half of the target, all of both."""
     pairs = Amounts.of(np.array([30, 7]), sources=(10, 6), parts=PartCosts(attention=1.5)).pairs
@@ -52,13 +68,9 @@ def test_tokens_cost_what_their_blocks_do(spec: ModelSpec) -> None:
     lengths, sources = np.array([900, 1000, 64]), (700, 10, 32)
     amounts = Amounts.of(lengths, sources=sources, parts=spec.parts)
     written = [(length - source, source) for length, source in zip(lengths.tolist(), sources, strict=True)]
-    seen = [(16 * 256 * 42 * s * s + 8 * 256 * 26 * (t * (t + 1) // 2 + s * t)) * 4 for t, s in written]
-    matrices = [spec.flops([t + s], sources=[s]) - area for (t, s), area in zip(written, seen, strict=True)]
+    matrices = [products(spec, s, t) for t, s in written]
     assert amounts.products is not None and amounts.keys is not None
-    mean = spec.flops([2], sources=[1]) - 4 * (16 * 256 * 42 + 8 * 256 * 26 * 2)  # of a token of each, without attention
-    np.testing.assert_allclose(
-        lengths + amounts.products, 2 * np.array(matrices) / mean, rtol=1e-4
-    )  # an encoder counts its diagonal twice
+    np.testing.assert_allclose(lengths + amounts.products, 2 * np.array(matrices) / products(spec, 1, 1), rtol=1e-12)
     of_source, of_target = 42 * 2048 + 26 * 1024, 26 * 1024
     bytes_of_keys = np.array([of_source * s + of_target * t for t, s in written])
     np.testing.assert_allclose(amounts.keys, bytes_of_keys * 2 / (of_source + of_target), rtol=1e-12)
@@ -91,7 +103,8 @@ def uneven(spec: ModelSpec, plan: Plan) -> float:
     ranks = np.zeros((len(plan.micro_batches), plan.ranks))
     for number, placements in enumerate(plan.micro_batches):
         for place in placements:
-            flops = spec.flops([plan.lengths[place.document]], sources=[plan.sources[place.document]])
+            source = plan.sources[place.document]
+            flops = flops_of(spec, source, plan.lengths[place.document] - source)
             ranks[number, list(place.ring)] += flops / place.degree
     return float(ranks.max(axis=1).sum() / ranks.mean(axis=1).sum())
 

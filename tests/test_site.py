@@ -1,4 +1,4 @@
-"""The site and the page of `compare` in a browser, on a phone and on a desk: nothing is wider than the screen, search finds.
+"""The site in a browser, on a phone and on a desk: nothing is wider than the screen, search finds.
 
 They need `.[docs]` and Chromium with its driver (Debian: `apt install chromium-driver`). Screenshots lie beside the site.
 """
@@ -11,8 +11,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
-from longctx.cli import main
 
 pytest.importorskip("mkdocs")
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -46,10 +44,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site, with `compare.html` in it."""
+    """The built site."""
     folder = tmp_path_factory.mktemp("site")
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
-    assert main(["compare", "--mix", "wlb_128k", "--ranks", "8,16", "--html", str(folder / "compare.html")]) == 0
     return folder
 
 

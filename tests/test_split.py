@@ -1,4 +1,4 @@
-"""`longctx split`: the search against planning every split, its cost against published runs, and the command."""
+"""`bench/split.py`: the search against planning every split, its cost against published runs, and the command."""
 
 import json
 import math
@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from longctx.cli import main
 from longctx.comparison.mixes import load_mix
-from longctx.comparison.splits.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.comparison.splits.search import TOO_LARGE, TOO_LONG, PlannedSplit, SearchResult, memory_of, possible_splits, search
 from longctx.config import Config, check, load
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
@@ -20,6 +17,9 @@ from longctx.planning.cost.work import layers_of_ranks
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
+from split import main
+from split_cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
+from split_search import TOO_LARGE, TOO_LONG, PlannedSplit, SearchResult, memory_of, possible_splits, search
 
 H100 = Machine.load("h100-nvlink-ib")
 EIGHT_B = H100.model
@@ -295,11 +295,11 @@ def test_slow_links_between_nodes_keep_tensor_parallelism_off_them() -> None:
         assert max(one.split.tensor for one in best) <= node
 
 
-COMMAND = ["split", "--gpus", "8", "--mix", "wlb_128k", "--documents", "8", "--steps", "1", "--tokens-per-rank", "32768"]
+COMMAND = ["--gpus", "8", "--mix", "wlb_128k", "--documents", "8", "--steps", "1", "--tokens-per-rank", "32768"]
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--json"]) == 0
+    main([*COMMAND, "--json"])
     found = json.loads(capsys.readouterr().out)
     counts = found["splits"]
     assert counts["possible"] == sum(count for name, count in counts.items() if name != "possible")
@@ -310,7 +310,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["mfu"] < 1 and row["memory"]["total"] <= H100.memory_bytes
         settings = [f"{name}={value}" for name, value in row["settings"].items()]
         assert load(None, ["data.store=store", *settings], world_size=8).context.profile == "h100-nvlink-ib"
-    assert main([*COMMAND, "--model", "llama-3.2-1b", "--model.num_hidden_layers=4"]) == 0
+    main([*COMMAND, "--model", "llama-3.2-1b", "--model.num_hidden_layers=4"])
     said = capsys.readouterr().out
     assert "MFU" in said and "--parallel.tensor_parallel_size" in said
     assert "--model.preset llama-3.2-1b\n    --model.num_hidden_layers 4\n" in said
@@ -323,7 +323,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("more", "message"),
     [
         (["--gpus", "0"], "--gpus is 0: must be a whole number in 1.."),
-        (["--train.steps", "2"], "--train.steps is not supported: `longctx split` takes only model.* settings"),
+        (["--train.steps", "2"], "--train.steps is not supported: this search takes only model.* settings"),
         (["--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
         (["--memory-gb", "0"], "must be known and above 0"),
         (["--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"], "cpu-2core is for float32, but splits are for"),
@@ -332,5 +332,6 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_requests_are_named(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["split", "--gpus", "8", "--mix", "wlb_128k", *more]) == 2
+    with pytest.raises(SystemExit):
+        main(["--gpus", "8", "--mix", "wlb_128k", *more])
     assert message in capsys.readouterr().err

@@ -85,8 +85,8 @@ def forgotten(store: Path, folder: Path, settings: list[str]) -> tuple[float, fl
                 logits = trainer.model(tokens, torch.arange(len(tokens)), attention, None)
             total += F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum").item()
             targets += int((labels != -100).sum())
-        assert targets == found.validation_tokens
-    return found.validation_loss, total / targets, [opened.name(document) for document in apart]
+        assert targets == found["validation_tokens"]
+    return found["validation_loss"], total / targets, [opened.name(document) for document in apart]
 
 
 def test_the_loss_is_the_mean_over_held_out_documents(workers: Workers, store: Path, tmp_path: Path) -> None:

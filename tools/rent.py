@@ -32,7 +32,6 @@ FEATURES = {
     "Adafactor": (r"adafactor", r"[Aa]dafactor"),
     "averages of weights": (r"optimizers/average", r"ema_decay|averaged\b|[Aa]verage of the weights"),
     "needle test": (r"retrieval", r"needle|retrieval|\bGrid\b"),
-    "split search": (r"comparison/splits|commands/split", r"comparison\.splits|longctx split"),
 }
 """Feature → pattern of the paths of its own modules, pattern of lines elsewhere."""
 

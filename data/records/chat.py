@@ -1,13 +1,9 @@
 """ChatML: the chat template for tokenizers that come without one.
 
-Every message becomes
-
-    <|im_start|>ROLE\\n CONTENT <|im_end|> \\n          (without the spaces)
-
-and the assistant's CONTENT and the <|im_end|> that ends it are trained on. If the tokenizer has the two markers as special
-tokens, they are used; otherwise the markers are encoded as text, and after the assistant's last turn the end of the document is
-trained on too, as generation can stop only at a single token. Contents are encoded separately, so that no token spans a
-marker and a content; a special token in a content is one, as in transformers, unless characters are asked for.
+Every message becomes `<|im_start|>ROLE\\n CONTENT <|im_end|> \\n` (without the spaces); the assistant's CONTENT and the
+<|im_end|> after it are trained on. Markers are special tokens if the tokenizer has them, else text: then the end of the
+document after the assistant's last turn is trained on too, as generation can stop only at a single token. Contents are encoded
+separately, so that no token spans a marker and a content.
 """
 
 import re

@@ -1,12 +1,10 @@
 """Corpus: a text source of any kind as a sequence of named documents in a fixed order.
 
-A source is `python-stdlib` (the standard library of the running Python: real source code, no download), a file, a folder of
-files, a dataset that `datasets` saved on disk, or one of the Hugging Face hub. The ending of a file decides how it is
-read: records (`READERS`, which `formats` describes) or one text (`TEXT_ENDINGS`); `as_text` reads every file as
-one text. Of files that belong to several splits by their names, those of one split are read. Everything else in a folder is
-listed in `Corpus.not_read`, with the reason: other endings, other splits, readme files beside records, broken links. Files and
-folders whose names begin with a dot are ignored, and texts that are not UTF-8 are skipped and counted; any other unreadable
-file or record is an error that names the place.
+A source is `python-stdlib` (this Python's standard library: real source code, no download), a file, a folder, a dataset that
+`datasets` saved, or one of the hub. The ending of a file decides whether it is read as records (`READERS`) or as one text
+(`TEXT_ENDINGS`, or all with `as_text`). Of several splits, one is read. Everything else in a folder is counted in
+`Corpus.not_read` with the reason, but for names that begin with a dot. Texts that are not UTF-8 are skipped and counted; any
+other unreadable file or record is an error that names the place.
 """
 
 import hashlib
@@ -86,15 +84,12 @@ class Corpus:
     """A source whose files are known but not yet read.
 
     Attributes:
-        source: the source as given.
         kind: python-stdlib, files, dataset or hub.
         root: folder that document names are relative to.
         files: every file that is read, sorted by name.
         not_read: number of other files by reason.
-        as_text: read every file as one text, whatever its ending.
         max_documents: stop after this number of documents; None: read all.
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
-        hub: the data set on the hub.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
         separator: what separates documents in files that are one text each, if given; "": nothing does.
         ends: tokens of which the first that a plain text file (.txt) contains separates its documents, without `separator`.
@@ -115,7 +110,6 @@ class Corpus:
 
     @property
     def limits(self) -> dict[str, int]:
-        """The maxima that are set, by name."""
         limits = {"max_documents": self.max_documents, "max_bytes": self.max_bytes}
         return {name: value for name, value in limits.items() if value is not None}
 
@@ -157,7 +151,6 @@ class Corpus:
                 return
 
     def _records(self, counts: SourceCounts) -> Iterator[Document]:
-        """Yields the document of every record."""
         columns = partial(columns_of, text_column=self.text_column)
         for record in self.records(columns):
             if isinstance(record, Record):

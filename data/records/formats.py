@@ -67,9 +67,6 @@ class Document:
     """One document: a `text`, the `messages` of a conversation, or the token `ids` of another program.
 
     Attributes:
-        name: place in the source.
-        source_bytes: its share of the source's bytes.
-        format: format of its record.
         tools: tool descriptions for the chat template; None if the record has none.
         first_trained: index of the first message that may be trained on.
         weight: weight of each of its tokens in the loss.
@@ -254,8 +251,9 @@ def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[s
     answer = next(key for _, key in FORMATS[kind] if record.get(key) is not None)
     if kind == "instruction-output":
         answered = {"role": "assistant", "content": _text(record, answer)}
+        asked = "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))
         used = {"instruction", "input", "history", answer}
-        return [*_history(record), {"role": "user", "content": _instruction(record)}, answered], 0, used
+        return [*_history(record), {"role": "user", "content": asked}, answered], 0, used
     record = {**record, **{key: listed(f"`{key}`", record[key]) for key in ("prompt", answer)}}
     if isinstance(record["prompt"], str) and isinstance(record[answer], str):
         prompt, used = [*_history(record), {"role": "user", "content": record["prompt"]}], {"prompt", "history", answer}
@@ -264,12 +262,7 @@ def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[s
     return [*prompt, *completion], len(prompt), {"prompt", answer}
 
 
-def _instruction(record: dict[str, Any]) -> str:
-    return "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))
-
-
 def _history(record: dict[str, Any]) -> list[Message]:
-    """Returns the questions and answers before the last question."""
     history = _listing(record, "history")
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in history

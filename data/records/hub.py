@@ -12,7 +12,6 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 
 
 def may_be_name(source: str) -> bool:
-    """Returns whether a source may be OWNER/NAME."""
     return _NAME.fullmatch(source) is not None
 
 

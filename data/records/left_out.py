@@ -1,9 +1,8 @@
 """Left out: names what a conversation says and its rendering does not show.
 
-Every text of the messages and tools is looked for in the rendering: as it is, without white space at its ends, or escaped as in
-JSON; if it is not there, its lines and what stands between its tags are. Each place counts once. Long texts are looked for
-before short ones ("5"), and contents before results of tools, as the latter also occur inside the former. Each search begins
-where the last one ended: together they cost a few passes over the rendering.
+Every text of messages and tools is looked for in the rendering: as it is, stripped, or escaped as in JSON; else its lines and
+what stands between its tags are. Each place counts once: long texts come before short ones ("5"), contents before results of
+tools. Each search begins where the last one ended: together they cost a few passes over the rendering.
 """
 
 import json

@@ -46,10 +46,10 @@ class Markup:
         added = self._inner.get_added_tokens_decoder()
         self.special = [token.content for token in added.values() if token.special]
         """Texts of the special tokens."""
-        self._spelled = _any_of(self.special)
+        longest_first = sorted(filter(None, self.special), key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def special_tokens(self, text: str) -> list[str]:
-        """Returns the special tokens that a text contains."""
         return self._spelled.findall(text)
 
     def pieces(self, text: str) -> list[str]:
@@ -76,8 +76,3 @@ class Markup:
                 trained[first:end] = weight
                 straddling += int(starts[first] < start) + int(stops[end - 1] > stop)
         return Marked(np.array(encoding.ids, self._dtype), token_weights(trained), straddling)
-
-
-def _any_of(words: Sequence[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches any of the words, longest first."""
-    return re.compile("|".join(map(re.escape, sorted(filter(None, words), key=len, reverse=True))) or "(?!)")

@@ -1,13 +1,10 @@
 """Template: renders conversations by a checkpoint's chat template (Jinja, by `transformers`) and finds the assistant's text.
 
-If the template marks generated text (`{% generation %}`), its marks are used. Otherwise a conversation is rendered a second
-time with a private-use character at both ends of every text. If this rendering without the private-use characters equals the
-first one, they show where each text is; everything between is the template's. A turn begins where the rendering of the
-previous messages with the generation prompt ends; it ends with the text that the template puts both after the last turn and
-after a turn in the middle (`<|im_end|>`), or with an end-of-text token. If the private-use characters change anything else,
-prefixes decide: the rendering of the messages before the turn with the generation prompt, and that of the messages up to the
-turn's end, must both be prefixes of the whole. A part that the template refuses to render shows nothing, and the other ways are
-tried. A conversation that no method can split is refused.
+The marks of a template (`{% generation %}`) are used if it has some. Otherwise a second rendering, with a private-use character
+at both ends of every text, shows where texts are, if it is the same but for these. A turn begins where the previous messages
+with the generation prompt end, and ends with what the template puts after every turn (`<|im_end|>`), or an end-of-text token.
+Else prefixes decide: the renderings of the messages before a turn, and up to its end, must be prefixes of the whole. What the
+template refuses to render shows nothing; a conversation that no way can split is refused.
 """
 
 import re
@@ -39,13 +36,7 @@ WAY_OUT = (
 
 
 def marks_generation(text: str) -> bool:
-    """Returns whether a Jinja template marks generated text."""
     return _GENERATION.search(text) is not None
-
-
-def reasoning_keys(text: str) -> list[str]:
-    """Returns the keys of a message's reasoning that a Jinja template reads."""
-    return [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,6 @@ class Template:
         variables: variables of the templates besides messages and tools: the special tokens by role.
         markup: distinguishes special tokens from text.
         ends: special tokens that may end a turn, besides the templates' own.
-        train_on: see `TRAIN_ON`.
         empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
     """
 
@@ -86,10 +76,10 @@ class Template:
         train_on: str = "assistant",
         empty_thoughts: bool = False,
     ) -> None:
-        self._texts, self._reasoning_keys = texts, reasoning_keys("".join(texts.values()))
+        self._texts, both = texts, "".join(texts.values())
+        self._reasoning_keys = [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", both)]
         self._variables = dict(variables)
-        self.markup = markup
-        self._ends = ends
+        self.markup, self._ends = markup, ends
         self._train_on, self._empty_thoughts = train_on, empty_thoughts
         self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}

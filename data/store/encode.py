@@ -29,7 +29,6 @@ class EncodedDocument(NamedTuple):
         straddling: number of target tokens that also contain text that is not trained on.
         left_out: names of what the conversation says and the template does not show.
         thoughts: number of turns that the template begins with an empty thought, which is not trained on.
-        truncated: whether it is cut.
     """
 
     document: Document

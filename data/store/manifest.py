@@ -35,7 +35,6 @@ class Manifest:
     Attributes:
         request: SHA-256 of the source's content and of all settings; the same request need not be prepared again.
         fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes only on a store with the same one.
-        source: source of the text, as given.
         documents, tokens, trained_tokens: totals; `trained_tokens` are targets.
         longest_name, longest_length: name of the longest document, and number of its tokens.
         empty_documents: number of documents left out because they have no text.
@@ -45,10 +44,8 @@ class Manifest:
         unknown_tokens: number of tokens for text that the tokenizer lacks, in `unknown_documents` documents; `unknown_name` is
             the first of them.
         files: bytes of every other file of the store.
-        checksums: checksums of these files.
         formats: number of documents of each format, including documents dropped later.
         template: description of the chat template, and how tokens to train on were found; empty without conversations.
-        train_on: parts of conversations that are trained on.
         max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer, and
             `truncated_documents` lost their first or last tokens.
         special_as_text: whether special tokens in texts are characters. If not, `spelled_documents` documents contain
@@ -109,7 +106,6 @@ class Manifest:
 
     @property
     def conversations(self) -> bool:
-        """Whether the store has conversations."""
         return bool(set(self.formats) - WITHOUT_TEMPLATE)
 
     @property

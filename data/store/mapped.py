@@ -17,13 +17,7 @@ SMALL = 64 << 20
 
 
 class MappedFile:
-    """An Arrow stream file, mapped into memory.
-
-    Attributes:
-        path: its path.
-        table: all its rows.
-        batches: its record batches.
-    """
+    """An Arrow stream file, mapped into memory."""
 
     def __init__(self, path: Path, checksums: str) -> None:
         """`checksums` are those of the file. Raises ValueError if it is damaged."""

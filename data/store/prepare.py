@@ -44,19 +44,10 @@ def prepare(
     corpus: Corpus | str | Path,
     out: Path | str,
     *,
-    tokenizer: str = "bpe",
-    vocab_size: int = 4096,
-    end_of_document: str | None = None,
-    chat_template: str = "auto",
-    template_variables: Mapping[str, Any] | None = None,
-    train_on: str = "assistant",
-    max_length: int | None = None,
-    long_documents: str = "error",
-    empty_thoughts: bool = False,
-    special_as_text: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
+    **choices: Any,
 ) -> Prepared:
     """Makes the store of `corpus` at `out`.
 
@@ -64,19 +55,10 @@ def prepare(
         corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, OWNER/NAME of the hub, or
             `python-stdlib`; or an open Corpus, which may also name the column of the text and the split, and have limits.
         out: folder of the store.
-        tokenizer: `bpe` (trained on the corpus), `bytes`, a tokenizer.json, or a checkpoint's folder or name on the hub.
-        vocab_size: maximum vocabulary size of a trained tokenizer.
-        end_of_document: token that ends a document; None: the checkpoint's, or a well-known one of a given tokenizer.json.
-        chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of a Jinja template.
-        template_variables: defaults of variables of the template, such as {"enable_thinking": False}, also in exports.
-        train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
-        max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
-        long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
-        empty_thoughts: train on an empty <think> block that the template writes before an answer.
-        special_as_text: special tokens in texts and messages are characters; a template's conversations with some are refused.
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
+        choices: tokenizer, chat template and others: the attributes of `StoreRequest`.
 
     Raises:
         CorpusError, TokenizerError: the source or the tokenizer cannot be used, or more than half of the tokens are unknown
@@ -88,19 +70,7 @@ def prepare(
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
-    request = StoreRequest(
-        source=corpus,
-        tokenizer=tokenizer,
-        end_of_document=end_of_document,
-        vocab_size=vocab_size,
-        chat_template=chat_template,
-        variables=template_variables or {},
-        train_on=train_on,
-        max_length=max_length,
-        long_documents=long_documents,
-        empty_thoughts=empty_thoughts,
-        special_as_text=special_as_text,
-    )
+    request = StoreRequest(corpus, **choices)
     digest = request.digest
     progress("reading the source", 1)
     if (manifest := present(out, digest, overwrite)) is not None:

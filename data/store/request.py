@@ -24,20 +24,30 @@ TREATMENTS = ("error", "drop", *TRUNCATED)
 class StoreRequest:
     """A store that is asked for, checked as far as possible before the source is read. Raises as `prepare` does.
 
-    Attributes are those of `prepare`; `source` is an open corpus.
+    Attributes:
+        tokenizer: `bpe` (trained on the corpus), `bytes`, a tokenizer.json, or a checkpoint's folder or name on the hub.
+        vocab_size: maximum vocabulary size of a trained tokenizer.
+        end_of_document: token that ends a document; None: the checkpoint's, or a well-known one of a given tokenizer.json.
+        chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of a Jinja template.
+        template_variables: defaults of variables of the template, such as {"enable_thinking": False}, also in exports.
+        train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
+        max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
+        long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
+        empty_thoughts: train on an empty <think> block that the template writes before an answer.
+        special_as_text: special tokens in texts and messages are characters; a template's conversations with some are refused.
     """
 
     source: Corpus
-    tokenizer: str
-    end_of_document: str | None
-    vocab_size: int
-    chat_template: str
-    variables: Mapping[str, Any]
-    train_on: str
-    max_length: int | None
-    long_documents: str
-    empty_thoughts: bool
-    special_as_text: bool
+    tokenizer: str = "bpe"
+    vocab_size: int = 4096
+    end_of_document: str | None = None
+    chat_template: str = "auto"
+    template_variables: Mapping[str, Any] | None = None
+    train_on: str = "assistant"
+    max_length: int | None = None
+    long_documents: str = "error"
+    empty_thoughts: bool = False
+    special_as_text: bool = False
 
     def __post_init__(self) -> None:
         if self.train_on not in TRAIN_ON:
@@ -72,7 +82,7 @@ class StoreRequest:
     @cached_property
     def templates(self) -> Mapping[bool, str] | None:
         """Jinja templates without (False) and with tools (True); None: ChatML."""
-        return _with_variables(_templates(self.pretrained, self.chat_template), self.variables)
+        return _with_variables(_templates(self.pretrained, self.chat_template), self.template_variables)
 
     @cached_property
     def template(self) -> Template | None:
@@ -98,12 +108,10 @@ class StoreRequest:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the request."""
         choice = ["bpe", self.vocab_size] if self.given is None else [self.given.fingerprint, self.given.end_of_document]
         return _digest({"tokenizer": choice, **self._content})
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Returns the fingerprint of the store that was made."""
         own = {"tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
         return _digest({**own, **self._content})
 
@@ -145,7 +153,7 @@ def _templates(pretrained: Pretrained | None, chat_template: str) -> Mapping[boo
     return {False: text, True: text}
 
 
-def _with_variables(templates: Mapping[bool, str] | None, variables: Mapping[str, Any]) -> Mapping[bool, str] | None:
+def _with_variables(templates: Mapping[bool, str] | None, variables: Mapping[str, Any] | None) -> Mapping[bool, str] | None:
     """Returns the templates with default values of variables, set in their first lines."""
     if not variables:
         return templates

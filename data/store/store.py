@@ -59,7 +59,6 @@ class Source:
     """One of several stores that are read as one.
 
     Attributes:
-        path, fingerprint: path and fingerprint of the store.
         documents: indices of its documents among those of all stores.
         amount, unit: amount to take from the store: a `weight` (share of the tokens, relative to the other weights), or a
             number of `epochs` (in the time in which the other stores pass theirs).
@@ -76,12 +75,10 @@ class Store:
     """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for several.
 
     Attributes:
-        path, manifest: path and manifest of the store, or of the first of several.
         sources: the stores that this one consists of; a single store has itself.
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
         trained_tokens: targets per document, int64 `[documents]`.
         weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
-        tokenizer: tokenizer that made the tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
     """
 
@@ -172,17 +169,14 @@ class Store:
 
     @property
     def weighted(self) -> bool:
-        """Whether tokens may have weights of their own."""
         return any(batch.weights is not None for batch in self._batches)
 
     @property
     def said(self) -> str:
-        """Path of the store, or of all stores, for messages."""
         return ", ".join(str(source.path) for source in self.sources)
 
     @property
     def names(self) -> Iterator[str]:
-        """Names of all documents, in order."""
         for part in self._names.chunks:
             yield from part.to_pylist()
 

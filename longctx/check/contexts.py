@@ -25,12 +25,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Context:
-    """A way in which attention may have seen the documents: a fault but for the first.
-
-    Attributes:
-        name: what is wrong, in words.
-        sequences: all tokens that were in a call.
-    """
+    """A way in which attention may have seen the documents: a fault but for the first."""
 
     name: str
     sequences: tuple[Sequence, ...]

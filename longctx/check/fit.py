@@ -40,8 +40,6 @@ class Fit:
     """What explains a gradient.
 
     Attributes:
-        contexts: the context of every document.
-        weights: by prediction.
         residual: norm of what is left of the gradient, relative to it.
         loss, gradients: what the loss and all parameters' gradients must then be.
         whole: whether that is all of them; False: some predictions are those of unknown hidden states.

@@ -1,7 +1,7 @@
 """Probes: documents whose every token names its document and its place, so that ids alone tell what a step did with them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +19,10 @@ class Probe:
 
     Attributes:
         name: what it looks for.
-        lengths: tokens of each document.
         prompt: share of each document's tokens, the first ones, that have no loss.
         ends: whether a document of several tokens ends with END.
         pad: id of padding; END, as where a tokenizer has no token for padding, or PAD.
         micro_batches: micro-batches of a rank, for the user's `make`.
-        more: what else `make` is to know.
     """
 
     name: str = "documents"
@@ -33,11 +31,9 @@ class Probe:
     ends: bool = False
     pad: int = PAD
     micro_batches: int = 1
-    more: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def documents(self) -> list[list[int]]:
-        """Token ids of every document."""
         found, next_id = [], FIRST
         for length in self.lengths:
             ids = list(range(next_id, next_id + length))

@@ -54,7 +54,6 @@ class Report:
         return found
 
     def to_json(self) -> str:
-        """Returns probes, faults and residuals."""
         rows = [
             {
                 "probe": verdict.probe.name,
@@ -90,7 +89,6 @@ def _step(make: Make, probe: Probe) -> Step:
 
 
 def judge(record: Record, probe: Probe, allow: Sequence[str] = ()) -> Verdict:
-    """Returns the verdict on one recorded step."""
     if not record.gradients:
         raise CheckError("no parameter has a gradient: was the step read after zero_grad?")
     tokens = Tokens(probe)

@@ -15,8 +15,6 @@ OUT_OF_REACH = 1e30
 
 
 class _Look(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Takes the gradients before the optimizer."""
-
     def __init__(self, seen: Recorder) -> None:
         self.seen = seen
         self.step: Step | None = None

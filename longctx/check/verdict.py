@@ -90,7 +90,6 @@ class Judge:
         self.lost = [each for each in self.wanted if each not in self.kept]
 
     def findings(self) -> list[Finding]:
-        """Returns all faults."""
         if not self.wanted:
             return [Finding(UNEXPLAINED, "no token of the probe was in a call of the model")]
         found = [*self._ranks()]

@@ -6,17 +6,12 @@ mix, a file, a store or groups. Plans are scored, nothing is trained: `longctx m
 
 import argparse
 import json
-import platform
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import longctx
 from longctx.commands.lengths import add_planning_options, add_source_options, add_step_options, kind_of_source, open_source
 from longctx.commands.output import check_writable, progress_bar, write_csv
 from longctx.units import whole_number
@@ -25,7 +20,6 @@ if TYPE_CHECKING:
     from longctx.comparison.modelled import Case, PlannerRow
     from longctx.comparison.steps import LengthSource
     from longctx.planning.hardware_profile import HardwareProfile
-    from longctx.planning.plan import Plan
 
 SUMMARY = "Compare dynamic with static degrees on the same documents"
 DEFAULT_RANKS = (8, 64, 256, 1024)
@@ -53,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_step_options(parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS})")
     output = parser.add_argument_group("output")
-    output.add_argument("--html", type=Path, metavar="F", help="write a page with figures")
     output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one per step and planner")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
 
@@ -76,35 +69,17 @@ def parse_baseline(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans the documents with every planner, and prints the modelled times."""
     from longctx.comparison.modelled import mean_rows
     from longctx.training.run_profile import preset_profile
 
-    check_writable(arguments.html, arguments.csv)
+    check_writable(arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
     source, cases, changed = _cases(arguments, named.profile)
     detailed = min({case.ranks for case in cases}, key=lambda ranks: abs(ranks - DETAILED))
-    shown = [case for case in cases if case.ranks == detailed]
-    rows, plans = _compare(cases, named.profile, shown[0])
+    rows = _compare(cases, named.profile)
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
-    if arguments.html:
-        from longctx.comparison.page.html import Comparison, render
-
-        comparison = Comparison(
-            source=source.words,
-            profile_name=named.name,
-            profile=named.profile,
-            ranks=detailed,
-            tokens_per_rank=shown[0].tokens_per_rank,
-            steps=len(shown),
-            rows=means,
-            plans=plans,
-            about=_about(),
-            changed="; ".join(changed),
-        )
-        arguments.html.write_text(render(comparison), encoding="utf-8")
     print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps({"version": 3, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
@@ -138,28 +113,12 @@ def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["
     return source, cases, changed
 
 
-def _compare(
-    cases: Sequence["Case"], profile: "HardwareProfile", shown: "Case"
-) -> tuple[list["PlannerRow"], dict[str, "Plan"]]:
-    """Returns the rows of all cases and the plans of the case `shown`. Shows progress on a terminal."""
+def _compare(cases: Sequence["Case"], profile: "HardwareProfile") -> list["PlannerRow"]:
     from longctx.comparison.modelled import compare_case
 
     rows: list[PlannerRow] = []
-    plans: dict[str, Plan] = {}
     with progress_bar() as show:
         for number, case in enumerate(cases):
             show(f"planning {case.ranks} ranks", number / len(cases))
-            of_case, made = compare_case(case, profile)
-            rows += of_case
-            if case is shown:
-                plans = made
-    return rows, plans
-
-
-def _about() -> dict[str, str]:
-    """Returns what is needed to reproduce the page: command, machine and versions."""
-    return {
-        "made with": shlex.join(["longctx", "compare", *sys.argv[2:]]),
-        "on": f"{datetime.now(UTC):%Y-%m-%d}, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "versions": f"longctx {longctx.__version__}, numpy {version('numpy')}",
-    }
+            rows += compare_case(case, profile)
+    return rows

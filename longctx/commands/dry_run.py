@@ -16,7 +16,7 @@ from longctx.data.store.lengths import Lengths
 from longctx.data.store.store import Store
 from longctx.errors import UserError, raise_together
 from longctx.hf.source import lines_on
-from longctx.memory.advisor import as_fitted, changes_between, verdict
+from longctx.memory.fitting import as_fitted, changes_between, verdict
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.device import assumed, choose_device

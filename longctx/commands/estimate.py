@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
-    from longctx.memory.advisor import as_fitted, as_override, changes_between, choices, heaviest, memory_of_ranks, verdict
+    from longctx.memory.fitting import as_fitted, as_override, changes_between, choices, heaviest, memory_of_ranks, verdict
     from longctx.memory.model import estimate
     from longctx.parallel.device import assumed, choose_device
     from longctx.training.run_profile import run_profile

@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.checks import checks_of
     from longctx.training.data import RunData
 
-    ranks, out = _checked(arguments), _out(arguments)
+    ranks = _checked(arguments)
+    name = f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data or 'lengths')}"
+    out = arguments.out or Path("runs", name)
     chosen = _given(arguments, out)
     if arguments.data is None:
         from longctx.commands.dry_run import dry_run, stand_in_store
@@ -119,12 +121,6 @@ def _checked(arguments: argparse.Namespace) -> int:
     if ranks < 1:
         raise UserError(f"--processes is {ranks}: must be at least 1")
     return ranks
-
-
-def _out(arguments: argparse.Namespace) -> Path:
-    """Returns the run folder."""
-    name = f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data or 'lengths')}"
-    return arguments.out or Path("runs", name)
 
 
 def _given(arguments: argparse.Namespace, out: Path) -> Config:

@@ -1,4 +1,4 @@
-"""Document lengths on the command lines of `plan`, `compare` and `split`: their options, and the source that these name."""
+"""Document lengths on the command lines of `plan` and `compare`: their options, and the source that these name."""
 
 import argparse
 from collections.abc import Mapping
@@ -26,7 +26,6 @@ KINDS = {"documents": ("mix",), "global_tokens": ("file", "store")}
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the source of the lengths and the profile."""
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
     sources.add_argument(
@@ -42,7 +41,6 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_stand_in_options(parser: argparse.ArgumentParser) -> None:
-    """Adds lengths in place of the data of a dry run."""
     instead = parser.add_mutually_exclusive_group()
     lengths = "--dry-run: lengths in place of data, one per line, or those of a store"
     instead.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=lengths)
@@ -86,7 +84,6 @@ def add_step_options(parser: argparse.ArgumentParser, steps: str = "") -> None:
 
 
 def kind_of_source(arguments: argparse.Namespace) -> str:
-    """Returns mix, file or store."""
     return "mix" if arguments.mix else "store" if arguments.lengths.is_dir() else "file"
 
 

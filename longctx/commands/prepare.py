@@ -166,7 +166,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _variable(setting: str) -> tuple[str, Any]:
-    """Returns the name and value of NAME=VALUE."""
     name, equals, value = setting.partition("=")
     if not equals or not name.isidentifier():
         raise UserError(f"--template-set is {setting!r}: it must be NAME=VALUE, such as enable_thinking=false")
@@ -177,7 +176,6 @@ def _variable(setting: str) -> tuple[str, Any]:
 
 
 def default_name(source: str) -> str:
-    """Returns the default name of the store of a source."""
     path = Path(source).resolve()
     return (path.stem if path.is_file() else path.name) or "store"
 

@@ -1,1 +1,1 @@
-"""Comparisons of planners on the same documents: modelled, measured, and over splits of the GPUs."""
+"""Comparisons of planners on the same documents: modelled and measured."""

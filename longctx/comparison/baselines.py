@@ -1,12 +1,9 @@
 """Fixed static: the plans of trainers without dynamic degrees, checked and scored as all others.
 
-One degree for all steps, documents packed next-fit in their order. The degree is the smallest power of two that
-holds the longest document of the data set and divides the ranks, or all ranks if there is none. A group of `degree` ranks holds
-a pack; a pack is closed when the next document does not fit, without sorting. The last packs are then split, document by
-document from the end, until every group has a pack in every micro-batch. This is the packing of `dp_balanced`, the baseline of
-Megatron-LM's dynamic context parallelism benchmark; our own code.
-
-Much stronger is `make_plan(mode="static")`, which tries every degree, balances packs and runs packs of similar time together.
+One degree for all steps, the smallest power of two that holds the longest document of the data set and divides the ranks, or
+all ranks. Groups of ranks hold packs, filled next-fit in the order of the documents; the last packs are split until every group
+has one in every micro-batch. This is `dp_balanced`, the baseline of Megatron-LM's benchmark of dynamic context parallelism, in
+our own code. `make_plan(mode="static")` is much stronger: it tries every degree and balances packs.
 """
 
 import time
@@ -144,7 +141,6 @@ class RankGroup:
 
 
 def powers_of_two(ranks: int) -> list[int]:
-    """Returns 1, 2, 4, … up to `ranks`."""
     return [1 << i for i in range(ranks.bit_length())]
 
 

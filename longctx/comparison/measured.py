@@ -1,10 +1,8 @@
 """Measured comparison: trains steps on the same documents under several modes of planning, and times them.
 
-Every mode has its own trainer (model, optimizer and loader, from the same seed) on one mesh. The trainers take turns: one step
-of each mode on the same documents, then the next step. So disturbances of the machine affect all modes alike, and ratios within
-a run are more reliable than times of separate runs. As loss and gradients do not depend on the plan, the losses of all modes
-must stay equal, which is checked. Each mode holds weights, gradients and optimizer state, so a model that fills a GPU needs
-more ranks than in training.
+Every mode has its own trainer, from the same seed, on one mesh. The trainers take turns, a step each on the same documents, so
+that disturbances of the machine affect all modes alike. Losses must stay equal, which is checked. Each mode holds weights,
+gradients and optimizer state, so a model that fills a GPU needs more ranks than in training.
 """
 
 import math
@@ -76,13 +74,9 @@ class MeasuredComparison:
     """Result of `train_in_turn`.
 
     Attributes:
-        modes: measured steps of every mode.
-        ranks: N, the number of ranks in the domain.
-        tokens_per_rank: the setting of that name.
         warmup: number of warm-up steps, which count only for the comparison of losses.
         loss_difference: maximum relative difference of a mode's loss from the first mode's, over all steps.
         loss_tolerance: maximum `loss_difference` due to rounding.
-        ended_early: True if SIGTERM stopped the comparison before the last step.
     """
 
     modes: tuple[MeasuredMode, ...]
@@ -138,11 +132,8 @@ def train_in_turn(
 
     Args:
         config: settings of the run; `context.mode` and `context.degree` are replaced, `context.bins` applies to mode bins only.
-        mesh: the mesh.
-        store: documents to train on.
         modes: two or more of auto, bins, static (the best degree of every step by the cost model) and static:DEGREE.
         steps, warmup: number of measured steps, and of steps before them.
-        tell: called with a line on every step.
 
     Raises UserError for unknown or repeated modes, ConfigError for modes that the settings do not allow.
     """

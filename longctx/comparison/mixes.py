@@ -31,7 +31,6 @@ class Mix:
 
     @property
     def longest(self) -> int:
-        """Maximum length of a drawn document."""
         return self.high[-1] - 1
 
     def draw(self, documents: int, seed: int) -> list[int]:

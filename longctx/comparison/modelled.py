@@ -1,9 +1,8 @@
 """Modelled comparison: plans the same documents by auto, bins and static degrees, scored by one cost model.
 
-A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a row for each.
-Times are modelled with one hardware profile. Speedups are over three static plans: fixed static, one degree for all steps as in
-trainers without dynamic degrees, the smallest or the best; and the best static degree of every step, which is what
-`context.mode: static` does.
+A `Case` is one step. `compare_case` plans it with every planner. Speedups are over three static plans: one degree for all
+steps, the smallest or the best, as in trainers without dynamic degrees; and the best degree of every step (`context.mode:
+static`).
 """
 
 import math
@@ -46,9 +45,6 @@ class Case:
     """One step to be planned.
 
     Attributes:
-        lengths: tokens of its documents.
-        ranks, tokens_per_rank: number of ranks in the domain, and token budget per rank.
-        seed: seed that the documents were drawn with.
         longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
         fixed_degree: degree of fixed static, if given explicitly.
         single_degree: degree with which fixed static takes least time for all steps of a comparison; None: for this step.
@@ -123,8 +119,8 @@ def compare_case(
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
     places: Mapping[str, Place] = MappingProxyType({}),
-) -> tuple[list[PlannerRow], dict[str, Plan]]:
-    """Plans one step with the given planners; returns their rows, and their plans by planner.
+) -> list[PlannerRow]:
+    """Plans one step with the given planners; returns their rows.
 
     If a planner has no plan, the note of its row gives the reason. `places` are the planners that only assign documents.
     Raises PlanError if no degree holds the documents.
@@ -144,7 +140,7 @@ def compare_case(
         except PlanError as error:
             notes[planner] = str(error)
     baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
-    rows = [
+    return [
         PlannerRow(
             seed=case.seed,
             ranks=case.ranks,
@@ -158,7 +154,6 @@ def compare_case(
         )
         for planner in planners
     ]
-    return rows, plans
 
 
 def _degree(planner: str, case: Case, profile: HardwareProfile) -> int:

@@ -37,10 +37,8 @@ class LengthSource:
     """A source of document lengths.
 
     Attributes:
-        words: description of the source.
         draw: function from number of ranks and maximum document length to steps.
         longest: tokens of the longest document that steps can be drawn from, whether or not it is drawn. A run must hold it.
-        seed: seed of the first step.
         data_set: lengths of all documents that steps are drawn from; None for a mix, of which only a histogram is known.
     """
 
@@ -90,7 +88,6 @@ def file_source(
 
 
 def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> LengthSource:
-    """Returns the first steps of training on a store."""
     store = Store.open(path)
 
     def draw(ranks: int, longest: int) -> Drawn:
@@ -109,7 +106,6 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
 
 
 def first_lengths(sampler: Sampler, count: int) -> list[list[int]]:
-    """Returns the lengths of the pieces of the first `count` steps."""
     lengths, cursor = [], sampler.start
     for _ in range(count):
         pieces, cursor = sampler.step(cursor)

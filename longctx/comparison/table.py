@@ -1,4 +1,4 @@
-"""Tables of the comparison as text, shared by terminal and page, and their output on the terminal."""
+"""Tables of the comparison as text, and their output on the terminal."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -67,7 +67,6 @@ def speedups_table(rows: Sequence[PlannerRow], speedup: str) -> Words:
 
 
 def captions(rows: Sequence[PlannerRow]) -> list[str]:
-    """Returns explanations of the tables of plans and memory."""
     lines = [
         "over fixed, over best: speedup over fixed static, which packs documents as they come (another degree: --baseline "
         "static:DEGREE), and over the best static degree of every step, as context.mode static has it; best single: fixed "
@@ -91,13 +90,8 @@ def gains(rows: Sequence[PlannerRow]) -> list[str]:
         ("the best single context-parallel degree", "single-degree", auto.speedup_over_single),
         ("the smallest degree that holds all, or --baseline", "fixed-static", auto.speedup_over_fixed),
     )
-    split = f"auto over the best tensor and pipeline split of a static run: longctx split --gpus {ranks}"
+    split = f"auto over the best tensor and pipeline split of a static run: python bench/split.py --gpus {ranks}"
     return [split, *(f"auto over {what} ({degree_of(by[name]) or 'none'}): {times(speedup)}" for what, name, speedup in over)]
-
-
-def step_words(rows: Sequence[PlannerRow]) -> str:
-    """Returns the size of a step."""
-    return f"{rows[0].documents:,} documents, {rows[0].tokens:,} tokens, longest document {rows[0].longest:,}"
 
 
 def missing(rows: Sequence[PlannerRow]) -> list[str]:
@@ -125,7 +119,8 @@ def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, consol
     if len(detailed) < len(rows):
         for speedup, words in OVER.items():
             _print(f"{words}, by ranks", speedups_table(rows, speedup), console)
-    _print(f"{ranks:,} ranks: {step_words(detailed)}", plans_table(detailed), console)
+    step = f"{detailed[0].documents:,} documents, {detailed[0].tokens:,} tokens, longest document {detailed[0].longest:,}"
+    _print(f"{ranks:,} ranks: {step}", plans_table(detailed), console)
     for line in gains(detailed):
         console.print(line, highlight=False, markup=False)
     _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange round", memory_table(detailed), console)

@@ -106,14 +106,12 @@ def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
     return getattr(getattr(config, section), key)
 
 
-def _router_bias(config: Config, spec: ModelSpec) -> bool:
-    """Returns whether routers have a bias; no family of checkpoints that the native decoder runs has one."""
-    return config.model.from_pretrained is None and config.model.sizes().router_bias
-
-
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
     "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.routed.experts),
-    "the bias of the router": ("model.router_bias", _router_bias),
+    "the bias of the router": (  # which no family of checkpoints that the native decoder runs has
+        "model.router_bias",
+        lambda config, spec: config.model.from_pretrained is None and config.model.sizes().router_bias,
+    ),
     "linear attention": ("model.from_pretrained", lambda config, spec: any(layer.scan for layer in spec.layers)),
 }
 """What conditions say of the model, by name: the setting that may decide on it, and the function that tells it."""
@@ -142,7 +140,7 @@ def _rows() -> Iterator[Row]:
     yield from _parallelism()
     yield from _experts()
     yield from _optimizers()
-    yield from _speed()
+    yield from _train()
 
 
 def _lora() -> Iterator[Row]:
@@ -221,7 +219,7 @@ def _optimizers() -> Iterator[Row]:
     yield Row("train.offload_optimizer is true", eight_bit, "8-bit moments stay on the device")
 
 
-def _speed() -> Iterator[Row]:
+def _train() -> Iterator[Row]:
     yield Row("train.compile is true", Where("linear attention is true"), "chunks and messages differ between micro-batches")
     float32 = Where("train.dtype is float32", ("train.dtype=bfloat16",))
     yield Row("train.float8 is not null", float32, "everything but the linear layers must be in bfloat16")

@@ -183,9 +183,9 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
         yield from _ulysses_degree(config, shape.num_attention_heads // size, shape.num_key_value_heads // size)
-    if config.context.ulysses_degree not in (1, "auto") and spec.sends_latents:
+    if config.context.ulysses_degree > 1 and spec.sends_latents:
         rule = "split documents of this model send latents, and heads that are swapped would travel expanded"
-        yield Problem("context.ulysses_degree", config.context.ulysses_degree, rule, "set it to 1 or auto", ())
+        yield Problem("context.ulysses_degree", config.context.ulysses_degree, rule, "set it to 1", ())
     for key, width in _split_widths(spec).items():
         if leaves_rank_empty(width, size):
             share = -(-width // size)
@@ -223,10 +223,10 @@ def leaves_rank_empty(size: int, ranks: int) -> bool:
 def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator[Problem]:
     """Checks that `context.ulysses_degree` shares out the heads of each rank evenly."""
     degree = config.context.ulysses_degree
-    if degree != "auto" and degree not in (possible := ulysses_degrees(query_heads, kv_heads)):
+    if degree not in (possible := ulysses_degrees(query_heads, kv_heads)):
         others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
         rule = f"must divide the KV heads per rank, {kv_heads}, or be a multiple that divides the query heads, {query_heads}"
-        yield Problem("context.ulysses_degree", degree, rule, f"set it to {', '.join(map(str, possible))}, or auto", others)
+        yield Problem("context.ulysses_degree", degree, rule, f"set it to {', '.join(map(str, possible))}", others)
 
 
 def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:

@@ -77,7 +77,6 @@ class Config(BaseModel):
 
     @property
     def schedule_steps(self) -> int:
-        """Steps of the whole learning-rate schedule."""
         return self.optimizer.decay_steps or self.train.steps
 
     @property
@@ -104,7 +103,6 @@ class Config(BaseModel):
 
     @property
     def order_seed(self) -> int:
-        """Seed of the order of documents."""
         return self.train.seed if self.data.seed is None else self.data.seed
 
     def max_length(self, world_size: int) -> int:

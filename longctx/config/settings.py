@@ -20,7 +20,6 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
-
 LORA_RATE = 2e-4
 """Default peak learning rate of adapters."""
 
@@ -86,10 +85,7 @@ class ModelSection(create_model("_Sizes", __base__=_Start, **_SIZES)):  # type: 
             raise ConfigError.of(problems, "the model section") from error
 
     def shape(self, vocab_size: int) -> ModelShape:
-        """Returns the sizes for a tokenizer of `vocab_size` entries; a larger `model.vocab_size` pads the embedding.
-
-        Raises ConfigError if the sizes are inconsistent or `model.vocab_size` is smaller than the tokenizer.
-        """
+        """Returns the sizes for a tokenizer of `vocab_size` entries, which `model.vocab_size` may pad. Raises ConfigError."""
         if self.vocab_size is not None and self.vocab_size < vocab_size:
             rule = f"must be at least the size of the store's tokenizer, {vocab_size}"
             problem = Problem("model.vocab_size", self.vocab_size, rule, f"set it to {vocab_size} or more, or omit it")
@@ -161,12 +157,10 @@ class DataSection(Section):
 
     @property
     def paths(self) -> list[Path]:
-        """Folders of all stores."""
         return [self.store] if self.store is not None else [store.path for store in self.stores or ()]
 
     @property
     def said(self) -> str:
-        """Folders of all stores as text."""
         return ", ".join(map(str, self.paths))
 
 
@@ -205,10 +199,9 @@ class ContextSection(Section):
     two_level_exchange: bool = True
     """in rings that cross nodes (see the profile's ranks_per_node), send K and V once to each node and forward them inside the
     node; false: send them to every rank directly"""
-    ulysses_degree: Literal["auto"] | int = 1
+    ulysses_degree: Ranks = 1
     """Ulysses degree: number of neighboring ranks that exchange heads for tokens (all-to-all) around ring attention: a
-    divisor of the KV heads, or a multiple of them that divides the query heads, which copies KV heads; auto: chosen by the cost
-    model for every micro-batch; 1: rings only"""
+    divisor of the KV heads, or a multiple of them that divides the query heads, which copies KV heads; 1: rings only"""
     kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = "auto"
     """attention kernel; auto: the first of the others that supports the model and device; flash: the best installed flash-attn
     (extra `flash`), otherwise torch's flash attention; cpu: torch's flash attention for CPUs; triton: longctx's own for GPUs;

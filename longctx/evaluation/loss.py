@@ -31,7 +31,6 @@ class LossPart:
     Attributes:
         first, last: range of lengths or positions, both included; `last` None: no upper end.
         documents: number of documents; None where they are not counted.
-        tokens: number of predicted tokens.
         loss: mean of -log p, in nats; NaN without tokens.
     """
 
@@ -55,7 +54,6 @@ class LossReport:
     """Losses of an evaluation.
 
     Attributes:
-        overall: loss over all predictions.
         by_length: loss by tokens of the document, or of the piece if the document was split.
         by_position: loss by number of tokens of its document that a prediction sees, from 1.
     """

@@ -26,7 +26,6 @@ class Target:
         name: run folder, or folder or hub name of a checkpoint, as given.
         config: settings of the run, or defaults, with overrides.
         checkpoint: of the run; None for a checkpoint of transformers.
-        notes: sentences to report with the results.
     """
 
     name: str

@@ -24,8 +24,6 @@ class Entry:
 
     Attributes:
         part: part of the block that keeps the tensor: attention, its swap of heads for tokens, or MLP.
-        name: what the tensor is.
-        size: its bytes.
         kept_by: modes of recomputation that keep it from forward to backward (see `longctx.parallel.recompute`).
         spared: bytes of further tensors that recomputation frees or does not make, because this one is kept.
     """
@@ -43,14 +41,12 @@ class BlockMemory:
     Attributes:
         number: bytes of an element in the compute dtype.
         whole_norms: whether a norm is one operation, which keeps only its input.
-        stream: the residual stream.
         normed: output of a norm, gathered for tensor-parallel matrices.
         norm: kept by a norm: its input; if it is composed of simple float32 operations also the normalized input, which the
             weight gradient needs.
         queries: Q, and also the output of attention.
         kv_row, keys: K and V of one token, and of all tokens on the rank.
         sent_row: what split documents send of one token: K and V, or its latent.
-        log_sum_exp: of every query.
         mlp: one intermediate tensor of the MLP.
         turn: its part that is computed in tiles or turns: not an expert of all tokens.
         routed: rows into or out of experts.

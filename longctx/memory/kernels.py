@@ -1,6 +1,9 @@
-"""Workspace of attention kernels: the memory that their backward allocates for itself and frees when it returns.
+"""Memory of a GPU beside the tensors of a run: the workspace of attention kernels, the CUDA context and NCCL's buffers.
 
-Read from the sources of the libraries (see `longctx.attention.kernels.flash_libraries`); not measured.
+The workspace, which the backward of a kernel allocates and frees, is read from the sources of the libraries (see
+`longctx.attention.kernels.flash_libraries`). The rest others have measured, not we: on 8 H100s a context with a communicator
+took 1.06 GB, and 4.34 GB once every pair of ranks had sent messages (NVIDIA/nccl, issue 1685); on 4 A100s a communicator took
+0.69 GB (issue 964). Other nodes add little, as messages share few buffers.
 """
 
 from functools import cache
@@ -23,6 +26,10 @@ MULTIPROCESSORS = 132
 
 PLAIN = LIBRARIES[-1].name
 """Torch's own library, which is assumed on machines without a GPU: it is always there, and needs the most memory."""
+CONTEXT, COLLECTIVES, PEER = 500_000_000, 560_000_000, 470_000_000
+"""Bytes of the CUDA context, of the communicator that gathers weights, and for one rank of the node that K and V go to."""
+NODE = 8
+"""GPUs of a node."""
 
 
 @cache
@@ -61,3 +68,10 @@ def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -
     if kernel == "cpu":
         return 0  # it runs on no GPU
     raise KernelError(f"kernel is {kernel!r}: say in longctx/memory/kernels.py what its backward allocates")
+
+
+def outside_allocator(config: Config, ranks: int) -> int:
+    """Returns the bytes that a GPU needs beside the tensors of a run."""
+    split = config.domain(ranks) > 1 and (config.context.mode, config.context.degree) != ("static", 1)
+    peers = min(config.domain(ranks), max(1, NODE // config.parallel.tensor_parallel_size)) - 1
+    return CONTEXT + (COLLECTIVES if ranks > 1 else 0) + (PEER * peers if split else 0)

@@ -15,7 +15,6 @@ from longctx.planning.cost.ulysses import swaps_heads
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement, largest_shard, longest_document
 from longctx.planning.plan import Plan
-from longctx.training.build import ulysses_degree
 from longctx.training.run_profile import run_profile
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -26,12 +25,10 @@ class Load:
     """Rows (tokens) that a rank holds, receives and sends in a micro-batch.
 
     Attributes:
-        tokens: rows that the rank holds.
         remote: rows of K and V received from other ranks, over all exchange rounds.
         sent: rows of K and V sent to other ranks; a row sent to two ranks counts twice.
         held: maximum remote rows of consecutive exchange rounds that are in memory at once.
         fullest: remote rows of the largest round, which is the most that a kernel works on at a time.
-        micro_batches: number of micro-batches of the step.
         swapped: rows of documents whose heads are swapped for tokens (Ulysses).
         kv_copies: ranks that have a copy of each KV head of these rows.
         source: rows of `tokens` that an encoder reads.
@@ -90,7 +87,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
     """Yields the load of every rank of the domain, in order, in micro-batch `number`."""
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
     spec = config.model_source().spec
-    swapping = ulysses_degree(config, spec, plan, number)
+    swapping = config.context.ulysses_degree
     copies = max(1, swapping * config.parallel.tensor_parallel_size // spec.largest_layer.num_key_value_heads)
     tokens, swapped, sources = np.zeros((3, plan.ranks), dtype=np.int64)
     most = max(placement.rounds for placement in plan.micro_batches[number])

@@ -1,10 +1,8 @@
 """Memory model: peak memory per rank in bytes, by purpose.
 
 Few moments of a step can be the peak: the loss, the backward of the last block, the end of backward and the optimizer. Each is
-summed up from the tensors that autograd, FSDP2 and ring attention keep; the largest sum is the peak. A test compares it with
-the allocator's peak on CPUs.
-
-Not counted: the process and its libraries, and fragmentation.
+summed up from the tensors that autograd, FSDP2 and ring attention keep. A test compares the largest with the allocator's peak
+on CPUs. Not counted: the process and its libraries, and fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
 from longctx.memory.block import BlockMemory
-from longctx.memory.device import outside_allocator
-from longctx.memory.kernels import FLOAT32, kernel_workspace
+from longctx.memory.kernels import FLOAT32, kernel_workspace, outside_allocator
 from longctx.memory.loads import Load
 from longctx.planning.cost.spec import Adapters, LayerSpec, ModelSpec
 from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
@@ -27,7 +24,6 @@ class Memory:
     """Peak memory of a rank in bytes: the parts at one `moment` of a step, and their sum `total`.
 
     Attributes:
-        moment: description of the moment.
         parameters: shard of the weights, in float32; those frozen by LoRA in the compute dtype, or quantized.
         optimizer: shard of the optimizer state.
         gathered_weights: weights gathered from all shards, in the compute dtype, or quantized.

@@ -1,13 +1,10 @@
 """Balance of experts: terms that depend on documents and steps alone, never on micro-batches, ranks or degrees.
 
-Three terms keep experts evenly used. The bias of a router moves once per step by the counts over all tokens of the step
-(Wang et al., 2024, "Auxiliary-loss-free load balancing"). The document loss is DeepSeek-V3's sequence-wise loss (§2.1.2), for
-documents instead of sequences: Σ over documents of tokens · experts / k · Σ over experts of (share of its tokens sent to the
-expert) · (mean score of the expert), over the tokens of the step, so that it is 1 where experts are evenly used. The z-loss is
-the mean of log²Σexp of the logits (Zoph et al., 2022).
-
-The shares of a document that is split over ranks are summed up while other work goes on, and only backward needs them: scores
-have no gradient through the shares, so each rank then adds the gradients of its own tokens.
+The bias of a router moves once per step by the counts over all its tokens (Wang et al., 2024, "Auxiliary-loss-free load
+balancing"). The document loss is DeepSeek-V3's sequence-wise loss (§2.1.2): Σ over documents of tokens · experts / k · Σ over
+experts of (share of its tokens sent to the expert) · (mean score of the expert), over the tokens of the step: 1 where experts
+are evenly used. The z-loss is the mean of log²Σexp of the logits (Zoph et al., 2022). Shares of a document that is split over
+ranks are summed while other work goes on; scores have no gradient through them, so each rank adds those of its own tokens.
 """
 
 from collections.abc import Callable
@@ -39,10 +36,8 @@ class RouterWatch:
     """Counts the tokens of each expert of a layer in a step, and adds the gradients of the balance losses.
 
     Attributes:
-        experts, per_token: number of experts, and of those that a token uses.
         scores: how scores come from logits: softmax or sigmoid.
         bias: module and name of the buffer with the bias [experts] that only chooses experts; None without one.
-        document_loss, z_loss: factors of the losses; 0: not computed.
         begin_sum: starts to sum a tensor over the ranks that documents are split over, in place, and returns a function that
             waits for the sum; None: one process.
         counts: int64 [experts], tokens sent to each expert in backward passes since `clear`; None before the first.

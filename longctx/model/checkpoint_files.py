@@ -50,7 +50,6 @@ class CheckpointFiles:
     """A checkpoint on disk.
 
     Attributes:
-        folder: folder of the checkpoint.
         files: file of each tensor, by the tensor's name.
         rope: RoPE settings that replace those of config.json, see `context_extension`.
         untied: whether tied weights of config.json are not tied, as the files have different values for them.
@@ -110,7 +109,6 @@ class CheckpointFiles:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of each tensor, by the tensor's name."""
         if (self.folder / DESCRIBED).is_file():
             described = json.loads((self.folder / DESCRIBED).read_text("utf-8"))
             return {name: getattr(torch, dtype) for name, dtype in described.items()}

@@ -14,7 +14,6 @@ class CheckpointWriter:
     """Writes the weight files of a checkpoint; a tensor is held until all others of its file are there.
 
     Args:
-        folder: existing folder of the checkpoint.
         tensors: all tensors to be written, without values, in their order in the files.
         max_shard_bytes: maximum bytes of tensors per file, unless a single tensor has more.
     """

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.experts import MLP, Router, SparseMLP
 from longctx.model.families import expressed
-from longctx.model.family import Family
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention, AttentionByLayer, Head, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate
+from longctx.model.translation import Family
 
 
 class SelfAttention(nn.Module):

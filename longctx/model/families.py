@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from longctx.model.family import FUSED_ATTENTION, FUSED_MLP, ExpertNames, Family, canonical
 from longctx.model.presets import ModelShape, NoNativeModel
+from longctx.model.translation import FUSED_ATTENTION, FUSED_MLP, ExpertNames, Family, canonical
 
 QWEN: dict[str, Any] = {"windows": "named", "ignored": ("use_sliding_window",)}
 QWEN_WINDOWS: dict[str, Any] = {"windows": "all", "ignored": ("use_sliding_window",)}

@@ -114,16 +114,13 @@ class ModelShape(BaseModel):
 
     @property
     def expert_width(self) -> int:
-        """Width of an expert."""
         return self.moe_intermediate_size or self.intermediate_size
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a layer has experts instead of a dense MLP."""
         return self.num_experts > 0 and layer >= self.first_dense_layers
 
     @property
     def spec(self) -> ModelSpec:
-        """Sizes of the model with this shape."""
         return _spec(self)
 
 

@@ -57,9 +57,7 @@ class Model(nn.Module, ABC):
     Parameters have the same names in a part as in the whole model.
 
     Attributes:
-        spec: sizes of the whole model.
         layers: blocks of this part, in order, each named by its index in the whole model.
-        tower: blocks of an encoder of images, if there is one.
         files: checkpoint of transformers that the initial values come from; None for new weights.
     """
 
@@ -129,7 +127,6 @@ class Model(nn.Module, ABC):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Sets every parameter to its `initial_value`."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, parameter, seed))
 

@@ -10,12 +10,7 @@ from longctx.units import whole_number
 
 @dataclass(frozen=True)
 class Launch:
-    """Place of a process as set by torchrun; without torchrun 0, 0, 1, 1.
-
-    Attributes:
-        rank, local_rank: rank of this process in the run, and on this node.
-        world_size, local_world_size: number of processes in the run, and on this node.
-    """
+    """Place of a process as set by torchrun; without torchrun 0, 0, 1, 1."""
 
     rank: int
     local_rank: int

@@ -32,7 +32,6 @@ class Mesh:
     """The process groups of a run, from the view of one rank.
 
     Attributes:
-        device: device of this rank.
         domain: one-dimensional mesh over the ranks of combined data and context parallelism (`dp_cp`).
         weights: mesh over the same ranks, over which parameters are sharded: the domain, or (replicas, shards).
         tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).

@@ -63,7 +63,6 @@ class Peers:
         self._thread.start()
 
     def where(self) -> str:
-        """Returns the position of this process."""
         if self.position is None:
             return "starting"
         try:

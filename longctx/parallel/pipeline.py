@@ -42,9 +42,6 @@ class Inputs:
     """Inputs of a rank for one micro-batch, for any of its stages.
 
     Attributes:
-        name: name of the micro-batch in traces.
-        tokens, positions: int64 [tokens].
-        attention: attention of the micro-batch.
         head: computes the loss from final hidden states and output weight.
         documents: documents of the rows, for a mixture of experts.
     """
@@ -96,10 +93,7 @@ class PipelineRun:
     """The stages of one rank, and the schedule that runs micro-batches through all of them.
 
     Args:
-        model: this rank's part of the model, sharded stage by stage.
         stages: this rank's stages, in ascending order.
-        pipeline: number of ranks and chunks.
-        mesh: groups of the run.
         wire_rows: rows of hidden states in every message between stages: the maximum tokens of a micro-batch per rank.
         dtype: dtype of these messages, the compute dtype.
     """

@@ -143,6 +143,5 @@ def vocabulary_part(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.T
 
 
 def first_entry(weight: DTensor) -> int:
-    """Returns the first vocabulary entry of this rank's rows."""
     largest = -(-weight.shape[0] // weight.device_mesh.size())
     return largest * weight.device_mesh.get_local_rank()

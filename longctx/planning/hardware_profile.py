@@ -164,7 +164,6 @@ def _parsed(text: str) -> Any:
 
 
 def shipped_profiles() -> list[str]:
-    """Returns the names of the profiles that ship with longctx."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 

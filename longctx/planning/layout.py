@@ -39,11 +39,9 @@ class Placement:
 
     @property
     def ring(self) -> range:
-        """The ranks that hold the document."""
         return range(self.first_rank, self.first_rank + self.degree)
 
     def ring_index(self, rank: int) -> int:
-        """Returns the ring index of a rank of the ring."""
         index = rank - self.first_rank
         return self.degree - 1 - index if self.reversed else index
 
@@ -135,7 +133,6 @@ class Shard:
         return range(first, first + stop - start)
 
     def rank_of(self, ring_index: int) -> int:
-        """Returns the domain rank that holds `ring_index` of this document."""
         return self.first_rank + self.stride * (self.degree - 1 - ring_index if self.reversed else ring_index)
 
     def index_of(self, rank: int) -> int | None:
@@ -256,12 +253,10 @@ class CrossLayout:
 
     @property
     def tokens(self) -> int:
-        """Number of queries."""
         return self.targets.tokens
 
     @property
     def key_tokens(self) -> int:
-        """Number of keys."""
         return self.sources.tokens
 
 

@@ -33,8 +33,6 @@ class PlanCost:
     """The cost of a plan under the cost model.
 
     Attributes:
-        makespan_s: modelled time of the step in seconds.
-        lower_bound_s: lower bound on step time under the same model.
         exposed_share: share of the makespan in which the slowest ranks wait for K and V.
         idle_share: share of all ranks' time spent waiting for the slowest rank of the micro-batch.
         bubble_share: share of the makespan in which a pipeline fills and drains, including empty micro-batches.
@@ -57,17 +55,11 @@ class Plan:
     """The micro-batches of one step, in the order in which every rank runs them.
 
     Attributes:
-        mode: requested mode: static, bins or auto.
         winner: chosen plan under that mode, such as `static:8`, `bins` or `search`.
         ranks: size N of the domain.
-        tokens_per_rank: token budget: maximum number of tokens per rank in a micro-batch.
-        lengths: tokens of every document of the step.
         micro_batches: placements of each micro-batch; every document is placed exactly once.
-        profile: hardware profile of the cost model.
-        pipeline: pipeline that runs the micro-batches.
         cost: modelled cost; None if the plan was not scored.
         planning_ms: planning time in milliseconds; not part of the hash.
-        trees: documents that are trees, by document.
         sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; else empty.
         parts: what tokens of sources and of targets cost.
         images: work of the images of documents, by document, if the planner knows their encoder.
@@ -148,7 +140,6 @@ class Plan:
         return CrossLayout.of(placements, targets, placements, self.sources, micro_batch, rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain data for `json.dump`."""
         return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}
 
     def _content(self) -> dict[str, Any]:

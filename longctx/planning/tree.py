@@ -82,12 +82,10 @@ class Tree:
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return self.nodes[-1].stop
 
     @cached_property
     def longest(self) -> int:
-        """Number of tokens of the longest sequence."""
         return max(node.positions[1] for node in self.nodes)
 
     @cached_property
@@ -102,7 +100,6 @@ class Tree:
         return np.arange(self.length) + np.repeat(np.array(shifts, dtype=np.int64), self.lengths)
 
     def path(self, node: int) -> list[Node]:
-        """Returns the nodes from the root to a node."""
         nodes = []
         while node != ROOT:
             nodes.append(self.nodes[node])
@@ -118,7 +115,6 @@ class Tree:
         return tokens
 
     def node_of(self, token: int) -> int:
-        """Returns the number of the node that has a token."""
         return bisect.bisect_right(self.nodes, token, key=lambda node: node.start) - 1
 
 

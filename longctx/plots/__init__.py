@@ -1,1 +1,1 @@
-"""Pictures, terminal drawings and HTML pages of plans and of training runs."""
+"""Pictures and terminal drawings of plans."""

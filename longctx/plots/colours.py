@@ -1,6 +1,19 @@
-"""Degree classes and their colours, the same in every drawing: 1, 2, 3–4, 5–8, … from blue within a node to red and violet."""
+"""Style of all pictures, and degree classes with their colours: 1, 2, 3–4, 5–8, … from blue within a node to red and violet."""
+
+from typing import Any
 
 from longctx.planning.plan import Plan
+
+INK, QUIET, EDGE = "#22303c", "#6d7a86", "#c4ccd3"
+STYLE: dict[Any, object] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "longctx",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": QUIET,
+}
+"""Settings of matplotlib."""
 
 COLOURS = (
     *("#7cc0f2", "#3b96de", "#1c69b5", "#123f7a"),  # within a node of 8

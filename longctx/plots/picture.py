@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from longctx.planning.plan import Plan
-from longctx.plots.charts import EDGE, INK, QUIET, STYLE
-from longctx.plots.colours import by_class, class_name, colour
+from longctx.plots.colours import EDGE, INK, QUIET, STYLE, by_class, class_name, colour
 from longctx.plots.timeline import DocumentBlock, Timeline, timeline
 
 Polygon = Sequence[tuple[float, float]]
@@ -23,8 +22,6 @@ WIDTH, PANEL_HEIGHT, HEAD, FOOT = 10.0, 2.35, 1.1, 0.95
 
 
 class Panel(NamedTuple):
-    """A plan and its name in words."""
-
     name: str
     plan: Plan
 
@@ -52,13 +49,13 @@ def pictured(panels: Sequence[Panel], source: str) -> str:
     return json.dumps({"title": _title(panels, source), "panels": names, "speedup": _speedup(panels)}, ensure_ascii=False)
 
 
-def draw_panels(figure: Figure, panels: Sequence[Panel], *, top: float, bottom: float, rasterized: bool = False) -> None:
+def draw_panels(figure: Figure, panels: Sequence[Panel], *, top: float, bottom: float) -> None:
     """Draws one timeline below the other between the heights `bottom` and `top` of the figure, and the legend below them."""
     grid = figure.add_gridspec(len(panels), 1, left=0.062, right=0.988, top=top - 0.05, bottom=bottom, hspace=0.3)
     span = max(panel.plan.makespan_s for panel in panels)
     for i, panel in enumerate(panels):
         axes = figure.add_subplot(grid[i])
-        draw_timeline(axes, timeline(panel.plan), span, rasterized=rasterized)
+        draw_timeline(axes, timeline(panel.plan), span)
         axes.set_title(_panel_title(panel), loc="left", fontsize=12.5, fontweight="bold", color=INK)
         if i + 1 < len(panels):
             axes.set_xlabel("")
@@ -102,20 +99,20 @@ def _mark_gain(axes: Axes, stop_s: float, span_s: float, speedup: str) -> None:
     axes.annotate(f"{span_s - stop_s:.3g} s saved", (centre, middle), (0, -8), fontsize=11.5, va="top", **words)
 
 
-def draw_timeline(axes: Axes, times: Timeline, span_s: float, *, rasterized: bool = False) -> None:
+def draw_timeline(axes: Axes, times: Timeline, span_s: float) -> None:
     """Draws ranks over time; the axis ends at `span_s`, so that several drawings can share a scale."""
     edge = min(0.9, 24 / times.ranks)
-    _add(axes, [_box(start, stop, 0, times.ranks) for start, stop in times.micro_batches], IDLE, rasterized)
+    _add(axes, [_box(start, stop, 0, times.ranks) for start, stop in times.micro_batches], IDLE)
     for face in dict.fromkeys(colour(block.degree) for block in times.blocks):
         shapes = [_outline(block) for block in times.blocks if colour(block.degree) == face]
-        _add(axes, shapes, face, rasterized, edgecolors="white", linewidths=edge)
-    _add(axes, [_box(wait.start_s, wait.stop_s, wait.rank, wait.rank + 1) for wait in times.waits], WAIT, rasterized)
-    _fixed_costs(axes, times, rasterized)
+        _add(axes, shapes, face, edgecolors="white", linewidths=edge)
+    _add(axes, [_box(wait.start_s, wait.stop_s, wait.rank, wait.rank + 1) for wait in times.waits], WAIT)
+    _fixed_costs(axes, times)
     _frame(axes, times.ranks, span_s)
 
 
-def _add(axes: Axes, shapes: Sequence[Polygon], face: str, rasterized: bool, **look: Any) -> None:
-    axes.add_collection(PolyCollection(shapes, facecolors=face, rasterized=rasterized, **(look or {"edgecolors": "none"})))
+def _add(axes: Axes, shapes: Sequence[Polygon], face: str, **look: Any) -> None:
+    axes.add_collection(PolyCollection(shapes, facecolors=face, **(look or {"edgecolors": "none"})))
 
 
 def _outline(block: DocumentBlock) -> Polygon:
@@ -129,12 +126,12 @@ def _box(left: float, right: float, top: int, bottom: int) -> Polygon:
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _fixed_costs(axes: Axes, times: Timeline, rasterized: bool) -> None:
+def _fixed_costs(axes: Axes, times: Timeline) -> None:
     """Draws launches and the optimizer, in which all ranks do the same, as pale bands between the micro-batches."""
     stops = [0.0, *(stop for _, stop in times.micro_batches)]
     starts = [*(start for start, _ in times.micro_batches), times.makespan_s]
     bands = [_box(stop, start, 0, times.ranks) for stop, start in zip(stops, starts, strict=True)]
-    _add(axes, bands, FIXED, rasterized)
+    _add(axes, bands, FIXED)
     for stop in stops[1:]:
         axes.axvline(stop, color=INK, linewidth=1.0)
 
@@ -155,7 +152,6 @@ def _frame(axes: Axes, ranks: int, span_s: float) -> None:
 
 
 def _legend(figure: Figure, plans: Iterable[Plan]) -> None:
-    """Draws the key at the bottom of the figure."""
     classes = sorted({index for plan in plans for index in by_class(plan)})
     keys = [Patch(facecolor=colour(1 << index), label=class_name(index)) for index in classes]
     keys += [Patch(facecolor=WAIT, label="waits for K, V"), Patch(facecolor=IDLE, label="idle")]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from longctx.config import load
-from longctx.memory.advisor import ROOM
+from longctx.memory.fitting import ROOM
 from longctx.memory.loads import full_loads
 from longctx.memory.model import estimate
 from longctx.planning.cost.spec import ModelSpec

@@ -19,7 +19,7 @@ from longctx.hf.lora import with_adapters
 from longctx.hf.model import block_name
 from longctx.hf.spec import spec_of, spec_of_seq2seq
 from longctx.hf.vision import is_vision, weights_of_images, with_tower
-from longctx.memory.advisor import available_bytes
+from longctx.memory.fitting import available_bytes
 from longctx.parallel.device import ALLOCATOR_SETTINGS, is_prepared
 from longctx.parallel.environment import processes_per_node
 from longctx.parallel.mesh import exchange_groups

@@ -38,7 +38,8 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
     max_length = choose_max_length(config, mesh.world_size, resumed, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)
     documents = validation_documents(config, run.data, max_length) if config.eval.every is not None else None
-    base = base_of(run.source)
+    files = run.source.files
+    base = None if files is None else {"folder": str(files.folder), "fingerprint": files.fingerprint}
     if saved is not None:
         check_weights(saved, passes.model, base, resumes=run.resumes)
         (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
@@ -64,11 +65,6 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
         best=best,
         steps_done=0 if saved is None else saved.step,
     )
-
-
-def base_of(source: ModelSource) -> dict[str, str] | None:
-    """Returns folder and fingerprint of the checkpoint that a run begins from; None for new weights."""
-    return None if source.files is None else {"folder": str(source.files.folder), "fingerprint": source.files.fingerprint}
 
 
 def check_weights(saved: Checkpoint, model: Model, base: dict[str, str] | None, *, resumes: bool) -> None:

@@ -29,7 +29,6 @@ from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, reshard, shard
 from longctx.parallel.tensor import parallelize
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
-from longctx.planning.cost.ulysses import choose_ulysses_degree
 from longctx.planning.cost.work import split_layers
 from longctx.planning.layout import CrossLayout, Layout
 from longctx.planning.plan import Plan
@@ -129,7 +128,6 @@ def kernel_requests(
 
 
 def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, KernelRequest]:
-    """Returns the kernel requests of a run's layers."""
     return kernel_requests(spec, device, getattr(torch, config.dtype), config.context.deterministic)
 
 
@@ -173,22 +171,18 @@ def make_attention(
     plan: Plan,
     layout: Layout | CrossLayout,
     clock: StepClock | None = None,
-    causal: bool | None = None,
 ) -> MakeAttention:
-    """Makes the attention of this rank in one micro-batch of a plan, as configured in `config.context`; timed by `clock`.
-
-    `causal`: whether tokens see only earlier ones; None: as the model says.
-    """
+    """Makes the attention of this rank in one micro-batch of a plan, as configured in `config.context`; timed by `clock`."""
     timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
-    context, degree = config.context, ulysses_degree(config, spec, plan, layout.micro_batch)
+    context = config.context
 
     def make(scale: float | None, softcap: float, window: int | None) -> RingAttention | HybridAttention:
         return packed_attention(
             layout,
-            degree,
+            context.ulysses_degree,
             group=mesh.exchange,
             across=mesh.across,
-            mask=Mask(causal=spec.causal if causal is None else causal, window=window),
+            mask=Mask(causal=spec.causal, window=window),
             scale=scale,
             softcap=softcap,
             kernel=context.kernel,
@@ -200,14 +194,3 @@ def make_attention(
         )
 
     return make
-
-
-def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
-    """Returns the Ulysses degree of a micro-batch, from the settings or by the cost model."""
-    degree, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
-    if degree != "auto":
-        return degree
-    if spec.sends_latents:
-        return 1
-    layer = spec.largest_layer
-    return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)

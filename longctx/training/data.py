@@ -49,17 +49,14 @@ class RunData:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
         return max(int(store.lengths.max()) for store in (self.store, self.validation) if store is not None)
 
     @property
     def fingerprints(self) -> list[str]:
-        """Fingerprints of the stores for training."""
         return [source.fingerprint for source in self.store.sources]
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the tokenizer."""
         return self.store.tokenizer.vocab_size
 
 
@@ -199,13 +196,10 @@ def mix_lines(config: Config, steps: Steps, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class StepPlans:
-    """Plans of one step: as configured, and at the best static degree."""
-
     plan: Plan
     static: Plan
 
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[StepPlans]:
-    """Plans the first `steps` steps of a run on `ranks` processes."""
     configured, static = (first_plans(config, store, ranks, steps, static=best) for best in (False, True))
     return [StepPlans(*plans) for plans in zip(configured, static, strict=True)]

@@ -114,11 +114,8 @@ class StepMetrics:
         """Returns the metrics of a step.
 
         Args:
-            batch: the step.
             ranks: values of all processes by name, float64 [world size]: `rows`, `expert_layers`, and every number with a
                 reduction over ranks.
-            step_time_s: wall-clock time of the step.
-            known: numbers that are the same on all processes.
         """
         plan, padded, computed = batch.plan, float(ranks["rows"].sum()), sum(batch.plan.lengths)
         values = {
@@ -154,7 +151,6 @@ class StepMetrics:
         )
 
     def console(self) -> str:
-        """Returns the line that the console shows."""
         degrees = " ".join(f"{degree}:{count}" for degree, count in self.degrees.items())
         mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0
@@ -218,21 +214,15 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 """Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data sheets."""
 
 
-def model_flops(
-    spec: ModelSpec,
-    lengths: Sequence[int],
-    trees: Trees = NO_TREES,
-    sources: Sequence[int] = (),
-) -> int:
-    """Returns the FLOPs of forward and backward over documents of these lengths.
+def model_flops(spec: ModelSpec, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
+    """Returns the FLOPs of forward and backward over documents of these lengths, of which some may be `trees`.
 
-    Some may be `trees`, or all are pairs, whose sources have `sources` tokens.
     `spec` must have `vocab_size`. Counts two operations per matrix weight and token, attention inside each document (to earlier
     tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights; and the scans of linear
     attention as in long documents that are not split. Recomputation and padding are not counted.
     """
-    scans = round(spec.scan_flops * sum(lengths))
-    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees, sources) - 2 * spec.frozen_products(lengths, sources) + scans
+    others = round((spec.scan_flops - 2 * spec.frozen_products) * sum(lengths))
+    return FORWARD_AND_BACKWARD * spec.flops(lengths, trees) + others
 
 
 def gpu_kind(device_name: str) -> str | None:
@@ -267,7 +257,6 @@ class MetricsLog:
 
         Args:
             every, last_step: steps between lines on the console, which also shows the first and the last step.
-            wandb: run of Weights & Biases, or None.
             settings: of the run, which are shown there.
         """
         self.path = folder / LOG

@@ -32,16 +32,12 @@ class Passes:
     """The model of a run on this rank, and its passes. Every method is collective.
 
     Attributes:
-        model: this rank's part of the model.
         pipeline: what runs the model in a pipeline; None without one.
-        clock: times attention and exchange.
-        balance: balance of the experts.
         task: what this rank does now, for those who wait for it.
         place: where it is in this task.
     """
 
     def __init__(self, config: Config, mesh: Mesh, source: ModelSource) -> None:
-        """Builds the model with its initial weights."""
         self.config, self.mesh = config, mesh
         self.model, self.pipeline = build_model(source, config, mesh)
         self.clock = StepClock(mesh.device)

@@ -19,10 +19,6 @@ class Run:
 
     Attributes:
         config: settings, with steps for epochs.
-        launch: place of this process.
-        device: device of this process, ready for use.
-        data: stores for training and validation.
-        source: model to build.
         checkpoint: checkpoint to start from, of this run or of one that this run continues; None for the initial weights.
         returns: whether `checkpoint` was asked for by its step, so that later ones are set aside.
         traced: steps to trace, counted from 1.

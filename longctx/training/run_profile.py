@@ -166,7 +166,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         expert=config.parallel.expert_parallel_size,
         fused=fused.run_in(getattr(torch, config.dtype), device),
     )
-    if config.context.ulysses_degree not in (1, "auto"):
+    if config.context.ulysses_degree > 1:
         work = replace(work, queries=0.0)  # heads are swapped once the queries are there
     scaled = _scaled(name, profile, described, work, "this run", node)
     if config.train.float8 is not None:

@@ -7,7 +7,6 @@ class StopSignal:
     """Records SIGTERM or SIGINT, once installed, so that the run can write a checkpoint after the step and stop.
 
     Attributes:
-        received: whether a signal was received.
         number: the signal; SIGTERM if another process received it.
     """
 

@@ -54,7 +54,6 @@ class Tracer:
             self.hooks = [hook for block in self.model.layers for hook in _named(block)]
 
     def after(self, step: int) -> None:
-        """Writes the trace after the last step of the range."""
         if self.running is not None and step + 1 not in self.steps:
             self._write(self.running)
 

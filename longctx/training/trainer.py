@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,10 @@ class Trainer:
         """Makes a trainer of built parts; `training.assembly` builds them.
 
         Args:
-            passes: the model and its passes.
             loader: steps to train on; None if batches are passed to `step`.
-            validator: validates every `eval.every` steps; None: never.
             stop: signal after which the run ends.
-            log: log of rank 0.
-            tracer: traces some steps.
             base: folder and fingerprint of the checkpoint that the run began from.
             best: step and validation loss of the best checkpoint so far.
-            steps_done: steps done already.
         """
         self.config, self.mesh, self.passes, self.optimizer, self.loader = config, mesh, passes, optimizer, loader
         self.model = passes.model
@@ -126,8 +121,8 @@ class Trainer:
                 if self.validator is not None and self._is_validated(last):
                     self.passes.begin(f"validation after step {self.steps_done}")
                     validation = self.validator.validate()
-                    metrics = replace(metrics, **asdict(validation))
-                    improved = self._improves(validation.validation_loss)
+                    metrics = replace(metrics, **validation)
+                    improved = self._improves(validation["validation_loss"])
                 if self.log is not None:
                     self.log.write(metrics)
                 if every is not None and (last or self.stopping or improved or self.steps_done % every == 0):
@@ -229,7 +224,7 @@ class Trainer:
         if peak is None:
             return None
         plan = batch.plan
-        flops = model_flops(self.model.spec, plan.lengths, plan.trees, plan.sources)
+        flops = model_flops(self.model.spec, plan.lengths, plan.trees)
         return flops / (seconds * peak * self.mesh.world_size)
 
     def _gather(self, batch: StepBatch, losses: torch.Tensor, squares: float) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ run, so that training continues bit by bit as without it.
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,23 +24,12 @@ from longctx.training.passes import Passes
 
 
 @dataclass(frozen=True)
-class Validation:
-    """Validation metrics of a step; see `StepMetrics`."""
-
-    validation_loss: float
-    validation_tokens: int
-    validation_s: float
-
-
-@dataclass(frozen=True)
 class Documents:
     """Documents of a store for one pass in order, split or dropped if too long, as in training.
 
     Attributes:
-        store: the store.
         pieces: documents or parts of documents, in the order of the store.
         step_tokens: minimum number of tokens that are planned together.
-        pad_to_multiple_of: as in `Loader`.
         max_length: maximum tokens of a piece.
         long: number of documents longer than `max_length`, which are split or dropped.
     """
@@ -120,20 +110,12 @@ def validation_documents(config: Config, data: RunData, max_length: int) -> Docu
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates documents; does not affect training.
-
-    Attributes:
-        documents: documents to validate.
-        passes: the model.
-        planner: planner of the run.
-    """
-
     documents: Documents
     passes: Passes
     planner: Planner
 
-    def validate(self) -> Validation:
-        """Returns the mean loss over all targets, weighted as in training, the same on each rank. Collective."""
+    def validate(self) -> dict[str, Any]:
+        """Returns numbers of `StepMetrics`, with the mean loss over all targets, the same on each rank. Collective."""
         began = time.perf_counter()
         mesh, total, divisor, targets = self.passes.mesh, 0.0, 0.0, 0
         for batch in self.documents.steps(self.planner, mesh):
@@ -145,4 +127,4 @@ class Validator:
             divisor += batch.target_weight
         loss = float(mesh.gather([total]).sum()) / (divisor or 1.0)
         self.passes.end_looking()
-        return Validation(loss, targets, time.perf_counter() - began)
+        return {"validation_loss": loss, "validation_tokens": targets, "validation_s": time.perf_counter() - began}

@@ -1,12 +1,10 @@
 """Lower bounds on step time under the cost model; functions that end in `_bound_ns` return nanoseconds.
 
 The step bound spreads all work evenly at its best efficiency and treats the network as free. The tight bound is closer if only
-a few documents are long. Adding documents to a rank never makes it faster: they hide at most as much exchange as they add work.
-If a step takes M nanoseconds beyond its fixed costs, every document therefore has a degree at which it takes at most M alone,
-and the mean work per rank, which never falls as degrees rise, is at most M. The smallest M that meets both conditions is a
-bound. A second bound: the longest document's micro-batch is limited to the token budget, so the other ranks may run out of
-tokens before it ends, and the rest of the work is done in other micro-batches. The tight bound is the larger of the two. Its
-distance from the step bound is the part of a plan's gap that no plan can avoid.
+a few documents are long; it is the larger of two. First: in a step of M nanoseconds beyond its fixed costs every document has a
+degree at which it takes at most M alone, and the mean work per rank, which never falls as degrees rise, is at most M. Second:
+the micro-batch of the longest document is limited to the token budget, so that other ranks may run out of tokens before it
+ends. The distance of both from the step bound is the part of a plan's gap that no plan can avoid.
 """
 
 import math

@@ -26,7 +26,6 @@ def nanoseconds(seconds: float) -> int:
 
 
 def fixed_ns(profile: HardwareProfile, micro_batches: int) -> int:
-    """Returns the fixed costs of a step with so many micro-batches."""
     return nanoseconds(profile.step_s) + micro_batches * nanoseconds(profile.launch_s)
 
 
@@ -227,7 +226,6 @@ class StepTimes:
         attention: attention of every document on each of its ranks [documents].
         encoding: part of `time` that encodes images; every rank of a ring counts as the one with most.
         launch_ns, step_ns: fixed cost per micro-batch and per step.
-        pipeline: the pipeline that runs the micro-batches.
     """
 
     time: Integers

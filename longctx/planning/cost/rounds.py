@@ -128,7 +128,6 @@ class _ExchangeTimes:
         return result
 
     def score(self, timed: StepTimes, time: Integers) -> StepTimes:
-        """Returns a score with other times."""
         return replace(timed, time=time, exposed=time - self.busy)
 
     def time(self, rounds: Integers) -> Integers:

@@ -14,8 +14,6 @@ RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class PassFlops(NamedTuple):
-    """Operations per token in forward and in backward."""
-
     forward: float = 0.0
     backward: float = 0.0
 
@@ -32,7 +30,6 @@ class Scan:
         flops: matrix products of its scan in float32, in a long document.
         split_flops: how many more in a document on several ranks: those of the transitions, and of outputs from the states that
             other ranks send.
-        delta_rule: whether it has one.
         kept: bytes that it keeps for backward.
         working: bytes that backward needs beside.
     """
@@ -89,8 +86,6 @@ class LayerSpec:
 
     Attributes:
         hidden_size: width of the residual stream.
-        num_attention_heads, num_key_value_heads, head_dim: number of query heads and of key-value heads, and their size.
-        intermediate_size: width of the MLP.
         matrix_parameters: parameters of the matrices that multiply every token.
         other_parameters: parameters of norms and biases.
         idle_parameters: parameters of matrices that do not multiply a token: experts that it does not use.
@@ -175,10 +170,8 @@ class ModelSpec:
     """Sizes of a model.
 
     Attributes:
-        layers: sizes of every block, in order.
         hidden_size: width of the residual stream.
         vocab_size: entries of the embedding and of the output projection; None while no tokenizer is known.
-        tie_word_embeddings: whether embedding and output projection are the same matrix.
         attention_softcap: tanh bound of attention scores; 0: no bound.
         encoder_root_parameters: parameters of an encoder's embedding and last norm; 0 without.
         frozen_tower: parameters of an encoder of images that are not trained, where there are no adapters.
@@ -230,13 +223,7 @@ class ModelSpec:
         return sum(layer.parameters for layer in self.layers) + outside
 
     @property
-    def head_parameters(self) -> int:
-        """Number of parameters that multiply every token after the blocks. Needs `vocab_size`."""
-        return self.vocabulary_parameters
-
-    @property
     def adapted(self) -> bool:
-        """Whether only adapters are trained."""
         return self.tower_adapters > 0 or any(layer.adapters.parameters for layer in self.layers)
 
     @property
@@ -268,15 +255,10 @@ class ModelSpec:
             return sum(layer.adapters.parameters for layer in self.layers)
         return sum(layer.matrix_parameters + layer.idle_parameters for layer in self.layers)
 
-    def frozen_products(self, lengths: Sequence[int], sources: Sequence[int] = ()) -> int:
-        """Returns the parameters without gradients times the tokens that each multiplies, see `flops`."""
-        if not self.adapted:
-            return 0
-        if not sources:
-            return (self.multiplied_parameters - self.trained_matrices) * sum(lengths)
-        frozen = [layer.matrix_parameters for layer in self.layers]
-        pairs = zip(sources, lengths, strict=True)
-        return sum(self._pair_products(frozen, self.head_parameters, source, length - source) for source, length in pairs)
+    @property
+    def frozen_products(self) -> int:
+        """Number of parameters without gradients that multiply every token."""
+        return self.multiplied_parameters - self.trained_matrices if self.adapted else 0
 
     @property
     def scan_flops(self) -> float:
@@ -287,7 +269,7 @@ class ModelSpec:
     def multiplied_parameters(self) -> int:
         """Number of parameters that multiply every token: matrices of the blocks, and the output projection."""
         in_blocks = sum(layer.matrix_parameters + layer.adapters.parameters for layer in self.layers)
-        return in_blocks + self.head_parameters
+        return in_blocks + self.vocabulary_parameters
 
     @property
     def parts(self) -> PartCosts:
@@ -295,7 +277,11 @@ class ModelSpec:
         if not self.encoder_layers:
             return EQUAL_PARTS
         of_layers = [layer.matrix_parameters + layer.adapters.parameters for layer in self.layers]
-        source, target = (self._pair_products(of_layers, self.head_parameters, *pair) for pair in ((1, 0), (0, 1)))
+        # Adapters of K and V of the source are taken to be the same share as of all matrices of a decoder's block.
+        blocks = zip(of_layers, self.layers, strict=True)
+        crossed = sum(size * layer.source_parameters // layer.matrix_parameters for size, layer in blocks)
+        source = sum(of_layers[: self.encoder_layers]) + crossed
+        target = sum(of_layers) - source + self.vocabulary_parameters
         read, written = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
         queries, own_queries = (sum(layer.num_attention_heads * layer.head_dim for layer in part) for part in (read, written))
         keys, own_keys = (sum(layer.num_key_value_heads * layer.head_dim for layer in part) for part in (read, written))
@@ -305,33 +291,12 @@ class ModelSpec:
             keys=2 * (keys + own_keys) / (keys + 2 * own_keys),
         )
 
-    def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES, sources: Sequence[int] = ()) -> int:
+    def flops(self, lengths: Sequence[int], trees: Trees = NO_TREES) -> int:
         """Returns the operations of a forward pass over documents of these lengths, of which some are trees.
 
         Needs `vocab_size`. A node of a tree adds to a sequence up to its start the operations of a sequence up to its end.
         """
-        if sources:
-            return sum(self._pair_flops(source, length - source) for source, length in zip(sources, lengths, strict=True))
         runs = [(0, length) for document, length in enumerate(lengths) if document not in trees]
         runs += [node.positions for tree in trees.values() for node in tree.nodes]
         flops = (layer.attention_flops(stop) - layer.attention_flops(start) for layer in self.layers for start, stop in runs)
         return 2 * self.multiplied_parameters * sum(lengths) + sum(flops) * (1 if self.causal else 2)
-
-    def _pair_flops(self, source: int, target: int) -> int:
-        """Returns the operations of a forward pass over a source and its target."""
-        encoder, decoder = self.layers[: self.encoder_layers], self.layers[self.encoder_layers :]
-        of_layers = [layer.matrix_parameters + layer.adapters.parameters for layer in self.layers]
-        seen = sum(2 * layer.attention_flops(source) for layer in encoder)
-        seen += sum(layer.attention_flops(target) for layer in decoder)
-        crossed = 4 * source * target * sum(layer.num_attention_heads * layer.head_dim for layer in decoder)
-        return 2 * self._pair_products(of_layers, self.head_parameters, source, target) + seen + crossed
-
-    def _pair_products(self, of_layers: Sequence[int], head: int, source: int, target: int) -> int:
-        """Returns parameters of blocks and of the head times the tokens of a source or of its target that they multiply.
-
-        Of a decoder's block, those of K and V of the source are taken to be the same share as of all its matrices.
-        """
-        blocks = list(zip(of_layers, self.layers, strict=True))
-        crossed = sum(size * layer.source_parameters // layer.matrix_parameters for size, layer in blocks)
-        of_source = sum(size for size, _ in blocks[: self.encoder_layers]) + crossed
-        return of_source * source + (sum(of_layers) - of_source + head) * target

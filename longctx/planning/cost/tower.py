@@ -80,6 +80,7 @@ class EncodingTimes:
     """Time that the images of documents take on the ranks of a ring, which has no other images."""
 
     def __init__(self, images: ImageWorks) -> None:
+        self.works = images
         self._images = {
             document: sorted(((work.patches, work.time_ns) for work in works), key=lambda work: -work[0])
             for document, works in images.items()

@@ -90,9 +90,7 @@ def work_of(
     target, and attention is the decoder's (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises
     ProfileError if tp does not divide the KV heads.
     """
-    for layer in spec.layers:
-        if layer.num_key_value_heads % tensor:
-            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} KV heads")
+    _check_kv_heads(spec, tensor)
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
     hidden_bytes, again = spec.hidden_size * ELEMENT_BYTES[dtype], recompute == "full"
     matrices = sum(layer.matrix_parameters + layer.idle_parameters for layer in layers) + head
@@ -100,13 +98,11 @@ def work_of(
     attending = [layer for layer in layers if layer.attends]
     decoder, share = attending[spec.encoder_layers :], 2 if spec.encoder_layers else 1
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
-    element_bytes, passes = ELEMENT_BYTES[dtype], 3 + again - keep_kv
-    linear, linear_passes = [layer.scan for layer in layers if layer.scan is not None], 2 + (recompute != "none")
+    linear, passes = [layer.scan for layer in layers if layer.scan is not None], 3 + again - keep_kv
+    linear_passes = 2 + (recompute != "none")
     scans = [_scanned(scan, 1 if fused and scan.delta_rule else FLOAT32[dtype], recompute) for scan in linear]
-    kv_bytes = sum(
-        kv_bytes_per_token(layer.sent_values(tensor), element_bytes, passes)
-        for layer in attending + (decoder if spec.encoder_layers else [])  # cross-attention
-    )
+    exchanging = attending + (decoder if spec.encoder_layers else [])  # cross-attention
+    kv_bytes = sum(kv_bytes_per_token(layer.sent_values(tensor), ELEMENT_BYTES[dtype], passes) for layer in exchanging)
     return RankWork(
         layers=len(layers),
         weights=(matrices - experts + experts / expert) / tensor,
@@ -130,13 +126,19 @@ def work_of(
     )
 
 
+def _check_kv_heads(spec: ModelSpec, tensor: int) -> None:
+    for layer in spec.layers:
+        if layer.num_key_value_heads % tensor:
+            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} KV heads")
+
+
 def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[list[LayerSpec], int]:
     """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the last rank has the head."""
     ranks = [[spec.layers[number] for number in held] for held in layers_of_ranks(spec, pipeline, tokens_per_rank)]
     work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as in `split_layers`
-    work[-1] += spec.head_parameters
+    work[-1] += spec.vocabulary_parameters
     if work[-1] == max(work):
-        return ranks[-1], spec.head_parameters
+        return ranks[-1], spec.vocabulary_parameters
     return ranks[work.index(max(work))], 0
 
 

@@ -28,8 +28,8 @@ def plan_bins(step: Step) -> Candidate:
 def bin_degrees(step: Step) -> Integers:
     """Returns the degree of every document by the step's table; see `degrees_by_bins` and `derived_degrees`."""
     if step.bins is None:
-        return derived_degrees(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
-    return degrees_by_bins(step.bins, step.lengths, step.ranks, step.tokens_per_rank)
+        return derived_degrees(step.profile, step.lengths, step.places, step.tokens_per_rank)
+    return degrees_by_bins(step.bins, step.lengths, step.places, step.tokens_per_rank)
 
 
 def pack_bins(step: Step, degrees: Integers) -> Assignment:
@@ -79,7 +79,7 @@ def table_problem(bins: Mapping[int, int]) -> tuple[str, str] | None:
     lengths, degrees = list(bins), list(bins.values())
     if not bins:
         return "the table must not be empty", "write {8192: 1, 32768: 4}, or omit it"
-    if not all(map(_whole, lengths + degrees)):
+    if not all(type(number) is int and number >= 1 for number in lengths + degrees):
         return "lengths and degrees must be whole numbers of at least 1", "write {8192: 1, 32768: 4}, for example"
     if lengths != sorted(lengths):
         return "lengths must be ascending", "sort the rows by length"
@@ -117,7 +117,3 @@ def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, toke
             f"{least_degrees(lengths[[document]], ranks, tokens_per_rank)[0]}, or tokens_per_rank to {shards[document]}"
         )
     return degrees
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -12,7 +12,6 @@ class DegreeTable:
 
     Attributes:
         long: indices of the long documents, longest first.
-        degrees: candidate degrees, ascending.
         time, tokens: nanoseconds and tokens of a document in each of its places; time is NEVER where it does not fit.
         quickest, least_work: minimum time of each document, and minimum time summed over its places.
         work: minimum work of all documents, including short ones.
@@ -21,12 +20,12 @@ class DegreeTable:
 
     def __init__(self, step: Step, settings: SearchSettings) -> None:
         self.step, self.settings = step, settings
-        even = int(step.single_ns.sum()) // (step.ranks * (step.fewest_micro_batches + 1))
+        even = int(step.single_ns.sum()) // (step.places * (step.fewest_micro_batches + 1))
         is_long = (step.single_ns > settings.short * even) | (2 * step.single_tokens > step.tokens_per_rank)
         long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
         self.long = long[np.argsort(-step.lengths[long], kind="stable")]
-        least = least_degrees(step.lengths, step.ranks, step.tokens_per_rank, step.block)
-        self.degrees = _degrees(step.ranks, least, max(1, step.profile.ranks_per_node // step.block))
+        least = least_degrees(step.lengths, step.places, step.tokens_per_rank, step.block)
+        self.degrees = _degrees(step.places, least, max(1, step.profile.ranks_per_node // step.block))
         length, degree = np.broadcast_arrays(step.lengths[self.long][:, None], self.degrees)
         self.tokens = step.shards(length, degree)
         fits = self.tokens <= step.tokens_per_rank

@@ -1,9 +1,8 @@
 """Local search: balances ranks by moving and swapping documents of degree 1, starting with the fullest ranks.
 
-A slot is a rank in a micro-batch, with a target time. In each round, every document of the slots that most exceed their target
-is compared with documents that are shorter by about that excess, and with the emptiest slots. The search makes the swap or move
-that leaves the smallest excess on the fuller of the two slots, within the token budget. A micro-batch takes as long as its
-fullest slot: if that slot cannot be improved, the other slots of the micro-batch may be as full.
+A slot is a rank in a micro-batch, with a target time. Every document of the slots that most exceed theirs is compared with
+documents shorter by about that excess, and with the emptiest slots; the swap or move that leaves the smallest excess within the
+token budget is made. If the fullest slot of a micro-batch cannot be improved, its other slots may be as full.
 """
 
 from typing import NamedTuple

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.assignment import NEVER, Assignment, Integers, spread
+from longctx.planning.assignment import NEVER, Assignment, Integers
 from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.step import Degrees, Step
 
@@ -46,15 +46,6 @@ class PlacedRings:
     free: Integers
     target: Integers
 
-    @classmethod
-    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "PlacedRings":
-        """Places all documents in one micro-batch, with rings that start at `first_rank`."""
-        stop, row = first_rank + split.degree, np.zeros_like(first_rank)
-        load = spread(split.time, row, first_rank, stop, (1, step.ranks))
-        free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
-        placed = np.ones(len(row), dtype=bool)
-        return cls(split.degree, split.time, split.tokens, placed, row, first_rank, load, free, load.max(axis=1))
-
     @property
     def estimate_ns(self) -> int:
         return int(self.target.sum())
@@ -78,7 +69,7 @@ def place_rings(
     side even where they cross node boundaries, instead of leaving gaps. Example: in one micro-batch of 4 ranks, documents of
     30 ns on 2 ranks, 20 ns on 2 and 10 ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
     """
-    load = np.zeros((micro_batches, step.ranks), dtype=np.int64)
+    load = np.zeros((micro_batches, step.places), dtype=np.int64)
     free = np.full_like(load, step.tokens_per_rank)
     time, micro_batch, first_rank = split.time.copy(), np.zeros_like(step.lengths), np.zeros_like(step.lengths)
     placed = (split.degree > 1) | (time > split.work // load.size // 2)
@@ -106,9 +97,9 @@ def place_rings(
 def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
     """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks], equal on every node."""
     node = step.profile.ranks_per_node
-    repeat = min(node // math.gcd(node, step.block), step.ranks)
+    repeat = min(node // math.gcd(node, step.block), step.places)
     times = step.alone_ns(documents[:, None], split.degree[documents][:, None], np.arange(repeat))
-    return times[:, np.arange(step.ranks) % repeat]
+    return times[:, np.arange(step.places) % repeat]
 
 
 def _best_run(

@@ -20,7 +20,7 @@ from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
 from longctx.planning.cost.tower import EncodingTimes, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.planning.image_work import Grid
+from longctx.planning.image_work import Grid, ImageWorks
 from longctx.planning.layout import Placement
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
@@ -52,14 +52,13 @@ def make_plan(
     images: Mapping[int, Sequence[tuple[int, Grid]]] | None = None,
     tower: TowerSpeed | None = None,
 ) -> Plan:
-    """Plans one optimizer step.
+    """Returns a checked plan of one optimizer step, with micro-batches in descending order of time; in a pipeline the longest
+    ones are in the middle.
 
     Args:
         lengths: tokens of every document, each ≥ 1.
         ranks: size N of the domain.
         tokens_per_rank: maximum number of tokens per rank in a micro-batch.
-        profile: constants of the cost model.
-        mode: auto, static or bins.
         degree: degree for mode static; None chooses the best one.
         bins: table {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto also
             considers this table, unless a document does not fit it.
@@ -67,71 +66,76 @@ def make_plan(
             at once. None: as many rounds as hide the exchange (see `rounds`).
         pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
         trees: documents that are trees, by document; see `longctx.planning.tree`.
-        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; empty: no model
-            with an encoder.
+        sources: for an encoder-decoder, the tokens of every document that its encoder reads, the first ones; else empty.
         parts: what tokens of sources and of targets cost.
         images: tokens and grid of each image of documents, by document.
         tower: encoder of images, whose work is planned too; None: it takes no time.
 
-    Returns:
-        A checked plan with micro-batches in descending order of time; in a pipeline the longest ones are in the middle.
-
-    Raises:
-        PlanError: for malformed input, or documents that fit at no degree (names the document and the remedies).
+    Raises PlanError for malformed input, or documents that fit at no degree (names the document and the remedies).
     """
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     check_trees(trees, lengths)
     check_sources(sources, sizes.tolist(), trees)
-    work = cache(tower.work) if tower else None  # many images are alike
-    works = {n: [work(*image) for image in found] for n, found in (images or {}).items()} if work else {}
     step = Step(
         *(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens),
         pipeline=pipeline,
         trees=trees,
         sources=tuple(sources),
         parts=parts,
-        encoding=EncodingTimes(works),
+        encoding=EncodingTimes(_image_work(images or {}, tower)),
     )
     best = PLANNERS[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
-    placements, timed = _in_order(best, pipeline)
-    plan = Plan(
-        mode=mode,
-        winner=best.winner,
-        ranks=ranks,
-        tokens_per_rank=tokens_per_rank,
-        lengths=tuple(sizes.tolist()),
-        micro_batches=placements,
-        profile=profile,
-        pipeline=pipeline,
-        cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline, *step.whole),
-        trees=dict(trees),
-        sources=tuple(sources),
-        parts=parts,
-        images=works,
-        planning_ms=(time.perf_counter() - began) * 1e3,
-    )
+    plan = _plan(mode, step, best, began)
     check_plan(plan)
     return plan
 
 
-def plan_auto(step: Step) -> Candidate:
-    """Returns the fastest plan of the search, mode bins and mode static."""
-    return or_by_other_modes(step, search(step))
+def _image_work(images: Mapping[int, Sequence[tuple[int, Grid]]], tower: TowerSpeed | None) -> ImageWorks:
+    """Returns the work of the images of documents, by document; empty if it takes no time."""
+    if tower is None:
+        return {}
+    work = cache(tower.work)  # many images are alike
+    return {number: [work(*image) for image in found] for number, found in images.items()}
+
+
+def _plan(mode: str, step: Step, best: Candidate, began: float) -> Plan:
+    """Returns the plan of a candidate, which `make_plan` has worked on since `began`."""
+    placements, timed = _in_order(best, step.pipeline)
+    return Plan(
+        mode=mode,
+        winner=best.winner,
+        ranks=step.places,
+        tokens_per_rank=step.tokens_per_rank,
+        lengths=tuple(step.lengths.tolist()),
+        micro_batches=placements,
+        profile=step.profile,
+        pipeline=step.pipeline,
+        cost=plan_cost(timed, step.profile, step.lengths, step.tokens_per_rank, step.pipeline, *step.whole),
+        trees=dict(step.trees),
+        sources=step.sources,
+        parts=step.parts,
+        images=step.encoding.works,
+        planning_ms=(time.perf_counter() - began) * 1e3,
+    )
 
 
 def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
     """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
-        bound = even_work_bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank, *step.whole)
+        bound = even_work_bound_ns(step.profile, step.lengths, degrees, step.places, step.tokens_per_rank, *step.whole)
         if bound < best.makespan_ns:
             best = fastest(best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees)))
-    return fastest(best, best_static(step, range(1, step.ranks + 1), below=best.makespan_ns))
+    return fastest(best, best_static(step, range(1, step.places + 1), below=best.makespan_ns))
 
 
-PLANNERS: dict[str, Callable[[Step], Candidate]] = {"auto": plan_auto, "static": plan_static, "bins": plan_bins}
+PLANNERS: dict[str, Callable[[Step], Candidate]] = {
+    "auto": lambda step: or_by_other_modes(step, search(step)),
+    "static": plan_static,
+    "bins": plan_bins,
+}
 """Mode → planner; planners raise PlanError if the documents do not fit."""
 
 
@@ -179,7 +183,7 @@ def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[Candidate]
 
 def _budgets(step: Step) -> Iterator[Step]:
     """Yields the step with its token budget and with half, a quarter, … of it, while every document fits some degree."""
-    while step.tokens_per_rank and least_degrees(step.lengths, step.ranks, step.tokens_per_rank).all():
+    while step.tokens_per_rank and least_degrees(step.lengths, step.places, step.tokens_per_rank).all():
         yield step
         step = replace(step, tokens_per_rank=step.tokens_per_rank // 2)
 

@@ -1,16 +1,11 @@
 """Search: the planner of mode `auto`. Chooses the number of micro-batches and the degree of every document.
 
-It plans in blocks of 32, 16, … 1 neighbouring ranks, as if a block were one rank. With few documents per rank, documents that
-share the ranks of a block are more even than documents of one rank each, and a step of few blocks is planned quickly.
-
-A document takes the smallest degree at which its ranks finish it within a time limit. There are two families of limits:
-- one limit for all documents, as a share of the time of evenly spread work: lower limits give more and finer pieces, which pack
-  better but lose kernel efficiency;
-- one limit per micro-batch, if the longest document exceeds the even time even on all ranks (`shortest_path.py`).
-In blocks of one rank, with few documents per rank, documents may also share groups of ranks (`shared_rings.py`).
-Placements of rings are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with
-documents of degree 1; then fewer and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost
-decides.
+It plans in blocks of 32, 16, … 1 neighbouring ranks, as if a block were one rank: with few documents per rank these are more
+even if they share the ranks of a block, and a step of few blocks is planned quickly. A document takes the smallest degree at
+which its ranks finish it within a time limit: one limit for all documents, as a share of the time of evenly spread work, or one
+per micro-batch if the longest document exceeds that time on all ranks (`shortest_path.py`). Placements of rings are ranked by
+estimated makespan (`packing.py`). The best few per number of micro-batches are filled with documents of degree 1; then fewer
+and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost decides.
 """
 
 import bisect
@@ -27,7 +22,6 @@ from longctx.planning.cost.rounds import PRICE
 from longctx.planning.planners.degree_table import DegreeTable
 from longctx.planning.planners.packing import PlacedRings, even_out, fill, place_rings
 from longctx.planning.planners.settings import DEFAULT, SearchSettings
-from longctx.planning.planners.shared_rings import shared_rings
 from longctx.planning.planners.shortest_path import LimitGraph
 from longctx.planning.planners.step import Candidate, Degrees, Step
 
@@ -50,12 +44,12 @@ def finer_and_finer(step: Step, settings: SearchSettings = DEFAULT) -> Iterator[
     priced = replace(step, round_price=PRICE)
     best: Candidate | None = None
     quickest = NEVER
-    bound = step_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline, *step.whole)
-    few = len(step.lengths) <= settings.few * step.ranks
+    bound = step_bound_ns(step.profile, step.lengths, step.places, step.tokens_per_rank, step.pipeline, *step.whole)
+    few = len(step.lengths) <= settings.few * step.places
     micro_batches = step.fewest_micro_batches if step.pipeline.ranks > 1 else 1  # pipelines are planned at several budgets
     for block in settings.blocks:
-        blocks = replace(priced, ranks=step.ranks // block, block=block)
-        effort = len(step.lengths) * blocks.ranks * micro_batches
+        blocks = replace(priced, places=step.places // block, block=block)
+        effort = len(step.lengths) * blocks.places * micro_batches
         if block > 1 and ((block > settings.coarse and not few) or not _worthwhile(step, block, (1 + settings.lost) * bound)):
             continue
         if best is not None and effort > settings.most:
@@ -71,13 +65,13 @@ def finer_and_finer(step: Step, settings: SearchSettings = DEFAULT) -> Iterator[
 
 def _worthwhile(step: Step, block: int, limit: float) -> bool:
     """Whether few ranks are left over when the domain is cut into blocks, and whole blocks for every document cost little."""
-    blocks, empty = divmod(step.ranks, block)
-    if blocks < 2 or empty * 32 > step.ranks:
+    blocks, empty = divmod(step.places, block)
+    if blocks < 2 or empty * 32 > step.places:
         return False
     least, tokens_per_rank = least_degrees(step.lengths, blocks, step.tokens_per_rank, block), step.tokens_per_rank
     return (
         bool(least.all())
-        and even_work_bound_ns(step.profile, step.lengths, least * block, step.ranks, tokens_per_rank, *step.whole) <= limit
+        and even_work_bound_ns(step.profile, step.lengths, least * block, step.places, tokens_per_rank, *step.whole) <= limit
     )
 
 
@@ -85,7 +79,7 @@ def search_in_blocks(step: Step, settings: SearchSettings) -> tuple[Assignment, 
     """Returns the best assignment found with whole blocks for each document, and its makespan by `Step.score`."""
     table = DegreeTable(step, settings)
     micro_batches = step.fewest_micro_batches
-    uneven = int(table.quickest.max(initial=0)) * micro_batches * step.ranks > table.work
+    uneven = int(table.quickest.max(initial=0)) * micro_batches * step.places > table.work
     with_own_limits = _plans_with_own_limits(table) if uneven else []
     plans = with_own_limits if micro_batches >= settings.many else []
     while not plans:
@@ -104,21 +98,21 @@ class Shortlist:
     def add(self, split: Degrees, start: Integers | int, stop: Integers | int) -> None:
         """Adds the placement of these degrees, unless its work alone shows that `settings.filled` others are better."""
         filled = self.settings.filled
-        if len(self.best) >= filled and split.work >= self.best[filled - 1].estimate_ns * self.step.ranks:
+        if len(self.best) >= filled and split.work >= self.best[filled - 1].estimate_ns * self.step.places:
             return
         if rings := place_rings(self.step, split, self.micro_batches, start, stop):
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
     def add_split(self, split: Degrees) -> None:
         """Adds placements with rings in as few micro-batches as possible, and in all micro-batches."""
-        fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // self.step.ranks))
+        fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // self.step.places))
         for stop in sorted({min(self.micro_batches, fewest), self.micro_batches}):
             self.add(split, 0, stop)
 
     def add_one_limit(self) -> None:
         """Adds placements with one limit for all documents."""
         table = self.table
-        even_ns = table.even_ns(self.micro_batches * self.step.ranks)
+        even_ns = table.even_ns(self.micro_batches * self.step.places)
         seen = set()
         for share in self.settings.shares:
             index = table.within(share * even_ns // 32)
@@ -131,25 +125,21 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
     """Returns the best plans with `micro_batches` and with one more."""
     step, settings = table.step, table.settings
     fewest, more = Shortlist(table, micro_batches), Shortlist(table, micro_batches + 1)
-    roomy = int(step.single_tokens.sum()) < settings.tight * micro_batches * step.ranks * step.tokens_per_rank
+    roomy = int(step.single_tokens.sum()) < settings.tight * micro_batches * step.places * step.tokens_per_rank
     fewest.add_one_limit()
     if roomy and fewest.best:
         for rings in fewest.best[: settings.promising]:
             more.add_split(step.split(rings.degree))
     else:
         more.add_one_limit()
-    plans = [plan for shortlist in (fewest, more) for plan in _filled(shortlist.best[: 2 * settings.filled], settings.filled)]
-    few = micro_batches == step.block == 1 and len(step.lengths) <= settings.few * step.ranks
-    if few and (shared := shared_rings(step, table.even_ns(step.ranks))):
-        plans.append((shared, Assignment.alternating(shared.micro_batch, shared.first_rank, shared.degree)))
-    return plans
+    return [plan for shortlist in (fewest, more) for plan in _filled(shortlist.best[: 2 * settings.filled], settings.filled)]
 
 
 def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
     """Returns the best plans with a separate limit for every micro-batch."""
     step, launch_ns = table.step, nanoseconds(table.step.profile.launch_s)
     documents = table.time, table.tokens, table.degrees
-    graph = LimitGraph.of(*documents, step.ranks, step.tokens_per_rank, table.short_ns_per_token, launch_ns)
+    graph = LimitGraph.of(*documents, step.places, step.tokens_per_rank, table.short_ns_per_token, launch_ns)
     plans: list[tuple[int, PlacedRings]] = []
     seen = set()
     for index, number in map(graph.shortest_path, table.settings.prices):

@@ -26,7 +26,7 @@ class SearchSettings:
     """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest limits give the least work,
     which often makes it unnecessary to place the others."""
     few: int = 4
-    """Maximum number of documents per rank for which shared groups of ranks, and coarse blocks, are tried."""
+    """Maximum number of documents per rank for which coarse blocks are tried."""
     short: float = 0.3
     """Documents stay on one rank if they take less than this share of the even time and at most half the token budget. A lower
     value searches degrees for more documents and makes tables larger."""

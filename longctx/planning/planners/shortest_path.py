@@ -1,10 +1,8 @@
 """Shortest path: rings with a separate time limit per micro-batch, for documents too long for even micro-batches.
 
-Documents, longest first, are cut into runs. The rings of one run fill one micro-batch side by side, each at the smallest degree
-that meets the micro-batch's limit. The best cuts and limits are a shortest path from the longest to the shortest document
-(dynamic programming over documents × limits). Room left by rings has a price, because short documents can use it: price 1
-assumes that they fill all of it, price 0 that there are none. The best price is known only after placement, so the caller tries
-several.
+Documents, longest first, are cut into runs, whose rings fill one micro-batch side by side, each at the smallest degree that
+meets its limit. The best cuts and limits are a shortest path from the longest to the shortest document (dynamic programming).
+Room left by rings has a price, as short documents can use it: all of it at price 1, none at 0. The caller tries several.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Static plans: the same degree for every document, the usual baseline.
 
-The domain is cut into ⌊N / degree⌋ groups of `degree` neighbouring ranks; if the degree does not divide N, the remaining ranks
-stay empty. Best-fit decreasing packs documents into groups under the token budget and sets the number of micro-batches. A
-second packing, with the same number of micro-batches, gives each document, longest first, to the emptiest group. Groups run in
-descending order of work, so groups of similar work share a micro-batch. The packing with the lower exact cost wins.
+The domain is cut into ⌊N / degree⌋ groups of neighbouring ranks; remaining ranks stay empty. Best-fit decreasing packs
+documents under the token budget and sets the number of micro-batches; a second packing gives each document, longest first, to
+the emptiest group. Groups run in descending order of work, so that similar work shares a micro-batch. The packing with the
+lower cost wins.
 """
 
 import bisect
@@ -22,7 +22,7 @@ from longctx.planning.planners.step import Candidate, Step, fastest
 def plan_static(step: Step) -> Candidate:
     """Plans with the given or the best degree. Raises PlanError if no degree fits every document."""
     degree = step.degree
-    best = best_static(step, range(1, step.ranks + 1) if degree is None else range(degree, degree + 1))
+    best = best_static(step, range(1, step.places + 1) if degree is None else range(degree, degree + 1))
     if best is None:
         raise PlanError(_no_degree(step))
     return best
@@ -53,7 +53,7 @@ def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | N
 
 
 def _no_degree(step: Step) -> str:
-    lengths, ranks, tokens_per_rank, degree = step.lengths, step.ranks, step.tokens_per_rank, step.degree
+    lengths, ranks, tokens_per_rank, degree = step.lengths, step.places, step.tokens_per_rank, step.degree
     if degree is None:
         return f"no single degree from 1 to {ranks} fits every document with {tokens_per_rank} tokens per rank: use mode auto"
     shards = largest_shards(lengths, np.full_like(lengths, degree))
@@ -67,7 +67,7 @@ def _no_degree(step: Step) -> str:
 
 def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None:
     """Returns the better packing at one degree, or None if a document does not fit, or no packing can be below `below`."""
-    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.places, step.tokens_per_rank
     weights = largest_shards(lengths, np.full_like(lengths, degree))
     if int(weights.max()) > tokens_per_rank:
         return None
@@ -90,7 +90,7 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     The first spreads work over all ranks and also holds for higher degrees, as attention and exchange never shrink as the
     degree rises. The second spreads work over the groups of this degree, whose ranks all count as the one with most images.
     """
-    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.places, step.tokens_per_rank
     degrees, groups = np.full_like(lengths, degree), ranks // degree
     rounding = 4 * len(lengths)  # shares were rounded up, which must not raise a lower bound
     linear = int((linear_ns(profile, lengths // degree) + beyond_ns(profile, step.amounts, degrees)).sum())

@@ -23,7 +23,7 @@ class Step:
     """A step to plan: the arguments of `make_plan`, with `lengths` as an array [documents] that all fit some degree.
 
     Attributes:
-        ranks: number of places for a document of degree 1: ranks, or blocks of them; `on_ranks` makes ranks of places.
+        places: number of places for a document of degree 1: ranks, or blocks of them; `on_ranks` makes ranks of places.
         max_remote_tokens: see `make_plan`.
         round_price: what `score` and `alone_ns` count for a round of the exchange; see `cost.model.exposed_ns`.
         block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
@@ -31,7 +31,7 @@ class Step:
 
     profile: HardwareProfile
     lengths: Integers
-    ranks: int
+    places: int
     tokens_per_rank: int
     degree: int | None = None
     bins: Mapping[int, int] | None = None
@@ -67,7 +67,7 @@ class Step:
     @property
     def fewest_micro_batches(self) -> int:
         """Minimum number of micro-batches: all tokens divided by the budgets of all ranks."""
-        return -(-int(self.lengths.sum()) // (self.ranks * self.block * self.tokens_per_rank))
+        return -(-int(self.lengths.sum()) // (self.places * self.block * self.tokens_per_rank))
 
     def alone_ns(self, documents: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
         """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
@@ -77,12 +77,11 @@ class Step:
         return alone_ns(self.profile, lengths, degrees, offset, round_price=price, amounts=amounts, encoding=images)
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
-        """Returns the tokens on the fullest rank of each ring."""
         return largest_shards(lengths, degrees * self.block)
 
     def score(self, assignment: Assignment) -> StepTimes:
         """Returns the times of an assignment to ranks by `cost.model.score`."""
-        step = self.profile, self.lengths, assignment, self.ranks * self.block, self.pipeline
+        step = self.profile, self.lengths, assignment, self.places * self.block, self.pipeline
         return score(*step, round_price=self.round_price, amounts=self.amounts, encoding=self.encoding)
 
     def candidate(self, winner: str, assignment: Assignment, scored: StepTimes | None = None) -> "Candidate":
@@ -97,13 +96,11 @@ class Step:
         return None if scored.makespan_ns >= limit else self.candidate(winner, assignment, scored)
 
     def on_ranks(self, places: Assignment) -> Assignment:
-        """Returns the assignment to ranks of an assignment to places."""
         if self.block == 1:
             return places
         return Assignment(places.micro_batch, places.first_rank * self.block, places.degree * self.block, places.reversed)
 
     def split(self, degrees: Integers) -> "Degrees":
-        """Returns the cost of each document at its degree."""
         time, tokens = self.single_ns.copy(), self.single_tokens.copy()
         rings = np.flatnonzero(degrees > 1)
         time[rings] = self.alone_ns(rings, degrees[rings])

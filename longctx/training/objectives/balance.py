@@ -28,8 +28,6 @@ class Balance:
 
     Attributes:
         routers: watches of the routers, one per layer.
-        bias_rate: how far biases move per step.
-        mesh: groups of the run.
         counts: tokens of every expert [layers, experts] in the last step, over all ranks.
     """
 

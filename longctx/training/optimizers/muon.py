@@ -1,9 +1,8 @@
 """Muon: torch.optim.Muon's update of whole matrices whose parts are on several ranks, and AdamW for all other parameters.
 
-The update of a matrix, the orthogonalised momentum, needs the whole matrix. So each matrix has an owner among the ranks that
-hold parts of it: matrices are assigned by size, the largest first, each to the rank with the least work. Parts of the momentum
-travel to the owner, which computes, and parts of the update travel back to all copies. Torch computes the update in bfloat16,
-so both travel in bfloat16 without loss: the weights are those of one process, bit by bit, and copies stay equal.
+Each matrix has an owner among the ranks that hold parts of it, assigned by size. Parts of the momentum travel to the owner,
+which orthogonalises, and parts of the update travel back to all copies. Torch computes the update in bfloat16, so both travel
+in bfloat16 without loss: the weights are those of one process, bit by bit, and copies stay equal.
 """
 
 import itertools
@@ -54,7 +53,6 @@ class Muon(torch.optim.AdamW):
         groups: groups of parameters, as torch's optimizers take them; those of matrices have their `momentum`.
         matrices: the parameters of matrices, in the same order on all ranks, and how many are stacked along the rows of each.
         ranks: group of all ranks that hold parts of them; None: this process holds all of them.
-        device: where matrices are gathered and updates computed.
     """
 
     def __init__(

@@ -60,7 +60,6 @@ class Checkpoint:
 
     @property
     def run(self) -> Path:
-        """Folder of the run that wrote it."""
         return self.folder.parents[1]
 
     def damage(self, group: dist.ProcessGroup | None = None) -> str:
@@ -74,7 +73,6 @@ class Checkpoint:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint of a step."""
     return run / "checkpoints" / f"step-{step:06d}"
 
 

@@ -26,10 +26,10 @@ from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, Pre
 from longctx.model.checkpoint_writer import CheckpointWriter
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
-from longctx.model.family import canonical
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
+from longctx.model.translation import canonical
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights

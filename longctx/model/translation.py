@@ -44,7 +44,6 @@ class ExpertNames:
     """Names of a mixture of experts in a family.
 
     Attributes:
-        module: module of a block that has router and experts.
         names: matrices of an expert, ours → theirs.
         sizes: config fields with the sizes of mixtures, ours → theirs.
         normalized: whether the scores of chosen experts always add up to 1.
@@ -64,7 +63,6 @@ class ExpertNames:
         return {*self.sizes.values(), *self.ignored, *([self.dense] if self.dense else [])}
 
     def shape(self, config: Any) -> dict[str, Any]:
-        """Returns the values of a shape."""
         values = {ours: getattr(config, theirs) for ours, theirs in self.sizes.items()}
         values |= {"norm_topk_prob": True} if self.normalized else {}
         layers = sorted(getattr(config, self.dense) or ()) if self.dense else []
@@ -73,7 +71,6 @@ class ExpertNames:
         return {**values, "first_dense_layers": len(layers)}
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        """Returns the values of a config."""
         fields = {theirs: getattr(shape, ours) for ours, theirs in self.sizes.items()}
         fields |= {self.sizes["moe_intermediate_size"]: shape.expert_width} if "moe_intermediate_size" in self.sizes else {}
         return fields | ({self.dense: list(range(shape.first_dense_layers))} if self.dense else {})
@@ -84,8 +81,6 @@ class Family:
     """A model type of transformers that the native decoder can run.
 
     Attributes:
-        kind: its model_type.
-        architecture: its class.
         always: options that all its shapes have.
         windows: layers with a window: none, all, or those named in layer_types.
         experts: mixtures of experts; None: dense MLPs.

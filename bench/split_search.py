@@ -17,7 +17,6 @@ from statistics import fmean
 
 import numpy as np
 
-from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.config import Config
 from longctx.config.combinations import ROWS
 from longctx.errors import UserError
@@ -33,6 +32,7 @@ from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
 from longctx.training.metrics import model_flops
+from split_cost import Machine, Split, profile_of
 
 BUDGETS = tuple(1024 << power for power in range(9))
 """Tokens per rank in the search: 1,024 to 262,144."""

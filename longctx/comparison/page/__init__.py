@@ -1,1 +1,0 @@
-"""A comparison as one HTML page that explains itself."""

@@ -1,1 +1,0 @@
-"""Splits of GPUs into tensor, pipeline and domain ranks, compared by the cost and memory models."""
