@@ -68,6 +68,8 @@ class Mask:
         lo = None if self.window is None else 1 - self.window
         hi = 0 if self.causal else None if self.window is None else self.window - 1
         whole = Segment(0, length, 0, length, lo, hi)
+        if not (prompt or sinks or self.blocks or self.hidden) and length:
+            return [whole.cut((0, length), (0, length))]
         rest = prompt, length
         areas = [
             Segment(0, prompt, 0, prompt),

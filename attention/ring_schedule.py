@@ -24,7 +24,16 @@ from functools import cached_property
 import torch
 
 from longctx.attention.masks import CAUSAL, Mask
-from longctx.attention.segment_builder import Call, RowSet, SpanRows, gathered_calls, local_calls
+from longctx.attention.segment_builder import (
+    BandPart,
+    Call,
+    RowSet,
+    SpanRows,
+    gathered_calls,
+    local_calls,
+    local_parts,
+    whole_parts,
+)
 from longctx.attention.segments import Segment
 from longctx.planning.layout import CrossLayout, Layout, Shard, Span, head_span, tail_span
 
@@ -99,8 +108,15 @@ class Schedule:
 
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two levels.
         """
-        documents = [_HeldDocument.of(*pair, layout.rank, mask, ranks_per_node) for pair in layout.pairs]
-        local = local_calls((document.own_queries, document.own_keys, document.areas) for document in documents)
+        documents, parts = list[_HeldDocument](), list[list[BandPart]]()
+        for queries, keys in layout.pairs:
+            # Most documents; only the others have messages.
+            if queries is keys and queries.degree == 1 and queries.tree is None and queries.rounds > 0:
+                parts.append(whole_parts(mask.areas(keys.document, keys.length), keys.offset))
+            else:
+                documents.append(document := _HeldDocument.of(queries, keys, layout.rank, mask, ranks_per_node))
+                parts.append(local_parts(document.own_queries, document.own_keys, document.areas))
+        local = local_calls(parts)
         count = max((document.rounds for document in documents), default=0)
         return cls(
             layout,

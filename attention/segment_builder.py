@@ -90,10 +90,26 @@ Visibility = tuple[Sequence[SpanRows], Sequence[SpanRows], Sequence[Segment]]
 """Queries, keys and the mask's areas of one document."""
 
 
-def local_calls(documents: Iterable[Visibility]) -> tuple[Call, ...]:
-    """Builds calls that use keys in place; every run of keys must be one range of rows."""
-    calls = _calls(_parts(*document, _follows) for document in documents)
+def local_calls(documents: Iterable[list["BandPart"]]) -> tuple[Call, ...]:
+    """Builds calls that use keys in place, from the parts of every document."""
+    calls = _calls(documents)
     return tuple(Call(None, tuple(part.segment(part.keys[0].start) for part in parts)) for parts in calls)
+
+
+def local_parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment]) -> list["BandPart"]:
+    """Returns the parts of keys in place; every run of keys must be one range of rows."""
+    return _parts(queries, keys, areas, _follows)
+
+
+def whole_parts(areas: Sequence[Segment], offset: int) -> list["BandPart"]:
+    """Returns the same of a document that is all here, from row `offset` on."""
+    if len(areas) == 1:
+        q_start, q_stop, k_start, k_stop, lo, hi = areas[0]
+        rows = range(offset + q_start, offset + q_stop)
+        return [BandPart(rows, (range(offset + k_start, offset + k_stop),), lo, hi)]
+    stop = max((max(area.q_stop, area.k_stop) for area in areas), default=0)
+    everything = [SpanRows(0, stop, (range(offset, offset + stop),))]
+    return local_parts(everything, everything, areas)
 
 
 def gathered_calls(documents: Iterable[Visibility], device: torch.device | str) -> tuple[Call, ...]:
@@ -120,8 +136,7 @@ def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tens
     return copy_to(torch.from_numpy(index), device)
 
 
-@dataclass(frozen=True)
-class _BandPart:
+class BandPart(NamedTuple):
     """A segment before its keys are gathered: rows of queries, rows of keys, and the band between them."""
 
     queries: range
@@ -140,7 +155,7 @@ class _BandPart:
     def segment(self, k_start: int) -> Segment:
         return Segment(self.queries.start, self.queries.stop, k_start, k_start + self.key_count, self.lo, self.hi)
 
-    def conflicts(self, other: "_BandPart") -> bool:
+    def conflicts(self, other: "BandPart") -> bool:
         """Returns whether both parts share a query or a key, which one call does not allow."""
         return _overlap(self.queries, other.queries) or any(_overlap(a, b) for a in self.keys for b in other.keys)
 
@@ -149,11 +164,15 @@ def _overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-def _calls(documents: Iterable[list[_BandPart]]) -> list[list[_BandPart]]:
+def _calls(documents: Iterable[list[BandPart]]) -> list[list[BandPart]]:
     """Puts every part into the first call without a conflict; documents share neither queries nor keys."""
-    calls: list[list[_BandPart]] = []
+    calls: list[list[BandPart]] = []
     for parts in documents:
-        taken: list[list[_BandPart]] = []
+        if len(parts) == 1:
+            calls += [] if calls else [[]]
+            calls[0] += parts
+            continue
+        taken: list[list[BandPart]] = []
         for part in parts:
             free = (call for call in taken if not any(part.conflicts(other) for other in call))
             call = next(free, None)
@@ -178,7 +197,7 @@ def _neighbours_joined(runs: Sequence[SpanRows]) -> list[SpanRows]:
     return joined
 
 
-def _parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment], after: "Chain") -> list[_BandPart]:
+def _parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequence[Segment], after: "Chain") -> list[BandPart]:
     """Returns the visible parts of keys for queries, joined where possible; `after` chains ranges of keys if possible."""
     parts = []
     for run in keys:
@@ -190,7 +209,7 @@ def _parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Sequenc
                     (rows,) = query.part(cut.q_start, cut.q_stop)
                     # A single token is both dense and causal; as causal, it can join the next part of a diagonal.
                     first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
-                    seen.append(_BandPart(rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi))
+                    seen.append(BandPart(rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi))
         parts += _joined(seen, _side_by_side)
     parts = _joined(parts, lambda a, b: _stacked(a, b, after))
     return _joined(parts, _staircase)
@@ -204,9 +223,9 @@ def _follows(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...] | 
     return (range(a[0].start, b[-1].stop),) if a[-1].stop == b[0].start else None
 
 
-def _joined(parts: list[_BandPart], join: Callable[[_BandPart, _BandPart], _BandPart | None]) -> list[_BandPart]:
+def _joined(parts: list[BandPart], join: Callable[[BandPart, BandPart], BandPart | None]) -> list[BandPart]:
     """Joins every part with the first earlier part that `join` accepts."""
-    kept: list[_BandPart] = []
+    kept: list[BandPart] = []
     for part in parts:
         for i, other in enumerate(kept):
             whole = join(other, part)
@@ -218,28 +237,28 @@ def _joined(parts: list[_BandPart], join: Callable[[_BandPart, _BandPart], _Band
     return kept
 
 
-def _side_by_side(a: _BandPart, b: _BandPart) -> _BandPart | None:
+def _side_by_side(a: BandPart, b: BandPart) -> BandPart | None:
     """Joins adjacent queries that see the same keys without a band."""
     if a.dense and b.dense and a.keys == b.keys and a.queries.stop == b.queries.start:
-        return _BandPart(range(a.queries.start, b.queries.stop), a.keys, None, None)
+        return BandPart(range(a.queries.start, b.queries.stop), a.keys, None, None)
     return None
 
 
-def _stacked(a: _BandPart, b: _BandPart, after: Chain) -> _BandPart | None:
+def _stacked(a: BandPart, b: BandPart, after: Chain) -> BandPart | None:
     """Joins parts of the same queries if one is dense; its keys come first and shift the band of the other part."""
     if b.dense and not a.dense:
         a, b = b, a
     if not a.dense or b.lo is not None or a.queries != b.queries:
         return None
     keys = after(a.keys, b.keys)
-    return None if keys is None else _BandPart(a.queries, keys, None, None if b.hi is None else b.hi + a.key_count)
+    return None if keys is None else BandPart(a.queries, keys, None, None if b.hi is None else b.hi + a.key_count)
 
 
-def _staircase(a: _BandPart, b: _BandPart) -> _BandPart | None:
+def _staircase(a: BandPart, b: BandPart) -> BandPart | None:
     """Joins adjacent queries whose keys start alike and are bounded by one diagonal: [head; tail] of a causal mask."""
     if a.hi is None or b.hi is None or a.lo is not None or b.lo is not None or a.queries.stop != b.queries.start:
         return None
     first_keys = b.keys[: len(a.keys)] == a.keys or (len(a.keys) == len(b.keys) == 1 and a.keys[0].start == b.keys[0].start)
     if first_keys and b.hi == a.hi + len(a.queries) and a.hi + len(a.queries) <= a.key_count <= b.key_count:
-        return _BandPart(range(a.queries.start, b.queries.stop), b.keys, None, a.hi)
+        return BandPart(range(a.queries.start, b.queries.stop), b.keys, None, a.hi)
     return None

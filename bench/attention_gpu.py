@@ -19,7 +19,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -92,19 +92,36 @@ def kernels_here(wanted: str | None, sizes: Sizes, device: torch.device) -> list
 
 
 def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, checks: Table, deadline: float) -> None:
-    """Appends checks and, if those of what is timed pass, times, until the deadline. Skips rows that tables already have."""
-    for case in checks.missing(attention_checks.check_cases(name, sizes, device), deadline):
-        with failures(checks, device, **case, right=False):
-            for row in attention_checks.check_kernel(case, sizes, device):
-                checks.append(row)
-    checked = checks.find(kernel=name, dtype=sizes.dtype, head_dim=sizes.head_dim)
-    checked = [row for row in checked if row["mask"] in attention_checks.TIMED_MASKS]
+    """Appends checks and, if those of what is timed pass, times, until the deadline. Skips rows that tables already have.
+
+    A library that compiles takes seconds for each mask: the first length is timed before masks that are not timed are checked.
+    """
+
+    def check(cases: list[dict[str, Any]]) -> None:
+        for case in checks.missing(cases, deadline):
+            with failures(checks, device, **case, right=False):
+                for row in attention_checks.check_kernel(case, sizes, device):
+                    checks.append(row)
+
+    cases = list(attention_checks.check_cases(name, sizes, device))
+    timed = {"dtype": sizes.dtype, "head_dim": sizes.head_dim}
+    needed = [case for case in cases if timed.items() <= case.items() and case["mask"] in attention_checks.TIMED_MASKS]
+    check(needed)
+    checked = [row for row in checks.find(kernel=name, **timed) if row["mask"] in attention_checks.TIMED_MASKS]
     if any(row["right"] != "True" for row in checked) and not times.find(kernel=name):
         times.append({"kernel": name, "failed": "not timed: wrong"})
-    if not checked or times.find(kernel=name, failed="not timed: wrong"):
-        return
+    right = checked and not times.find(kernel=name, failed="not timed: wrong")
+    if right:
+        measure_times(name, sizes.tokens[:1], sizes, device, times, deadline)
+    check([case for case in cases if case not in needed])
+    if right:
+        measure_times(name, sizes.tokens[1:], sizes, device, times, deadline)
+
+
+def measure_times(name: str, tokens: Sequence[int], sizes: Sizes, device: torch.device, times: Table, deadline: float) -> None:
+    """Appends times of these lengths, until the deadline."""
     columns = "kernel", "tokens", "degree", "documents"
-    cells = product([name], sizes.tokens, sizes.degrees, sizes.documents)
+    cells = product([name], tokens, sizes.degrees, sizes.documents)
 
     def needed_s(cell: dict[str, Any]) -> float:
         return attention_times.needed_s(cell, times.find(kernel=name, failed=""), sizes)

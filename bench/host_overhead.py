@@ -28,6 +28,7 @@ from longctx.attention.kernels.contract import KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_library import Library, Sequences
 from longctx.attention.ring import RingAttention
+from longctx.attention.ring_schedule import Schedule
 from longctx.hf.attention import Rings, prepare
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
@@ -60,6 +61,7 @@ def main() -> None:
             few, many = (median_s(step, given.steps) for step in steps)
             if each:  # the first round warms up
                 measured[way].append((many - few) / (DEPTHS[1] - DEPTHS[0]) * 1e6)
+    measured |= schedules()
     table = Table(given.out.with_suffix(".csv"), COLUMNS, facts("longctx", "torch", "transformers"))
     for row in rows_of(measured):
         table.append({"label": given.label, **row})
@@ -86,6 +88,16 @@ def all_ways() -> dict[str, Callable[[int], Step]]:
     ways["native, mixture"] = lambda depth: native_step(depth, whole, False, experts=4)
     ways["native, selective, ring of 4, FSDP2"] = lambda depth: native_step(depth, ring, True, "selective")
     return ways
+
+
+def schedules() -> dict[str, list[float]]:
+    """Returns the µs, not per layer, in which the schedule of a micro-batch with so many whole documents is built."""
+    found = {}
+    for documents in (8, 32, 256):
+        layout = Layout.of([Placement(i, 0, 1) for i in range(documents)], [TOKENS] * documents, 0, 0)
+        times = [median_s(lambda layout=layout: Schedule.build(layout), 15) * 1e6 for _ in range(ROUNDS)]
+        found[f"schedule of {documents} documents"] = times
+    return found
 
 
 def ring_of(degree: int) -> Layout:

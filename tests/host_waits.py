@@ -218,5 +218,5 @@ def waits_of_a_trainer(trainer: Any) -> set[str]:
     trainer.add_callback(Watching())
     trainer.train()
     assert watch.on_device
-    own = ("at train", "at no place in longctx")  # the trainer's loop, which our `train` calls
+    own = ("at train", "at _wrapping_again", "at no place in longctx")  # the trainer's loop, which our `train` calls
     return {wait for wait in watch.found if not wait.endswith(own)}

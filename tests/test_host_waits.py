@@ -1,5 +1,6 @@
 """Inside a step the host never waits for a GPU: it reads loss and gradient norm once, before the optimizer."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from longctx.hf.attention import model_inputs, prepare
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.planners.planner import make_plan
 from longctx.training.objectives.loss import log_probabilities, rows_with_labels
+from tests.data_cases import placed_plan
 from tests.host_waits import HostWaits, waits_of_a_step
 from tests.workers import Workers
 
@@ -65,6 +67,25 @@ def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Wor
 
     found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
     assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of", "pageable copy by to at attempted"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_an_own_loop_reads_nothing_of_a_micro_batch(kind: str) -> None:
+    """Bare `model(**model_inputs(..))`: transformers would look for packed sequences in the positions."""
+    from transformers import masking_utils
+
+    from tests.huggingface_cases import build_model, make_documents
+
+    model = build_model(kind, "longctx")
+    everything = [[Placement(0, 0, 1), Placement(1, 0, 1)]]
+    (batch,), targets = pack_documents(placed_plan((9, 20), 1, everything), 0, make_documents((9, 20)))
+    watch = HostWaits()
+    with watch.watching(itertools.chain(model.parameters(), model.buffers())):
+        for _ in range(2):
+            model(**model_inputs(model, batch, targets, device=torch.device("cpu"))).loss.backward()
+    assert watch.found == set() and watch.on_device
+    derive = masking_utils.find_packed_sequence_indices
+    assert derive(torch.tensor([[0, 1, 0]])).tolist() == [[0, 0, 1]], "plain calls of transformers are as before"
 
 
 def test_a_step_with_images_and_videos_reads_no_masks(workers: Workers, tmp_path: Path) -> None:

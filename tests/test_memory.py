@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longctx import start
-from longctx.attention.kernels import KernelRequest
+from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, reference
+from longctx.attention.kernels.contract import Options
+from longctx.attention.kernels.flash_libraries import LIBRARIES
+from longctx.attention.segments import Segment
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.config.rules import broken_rules
@@ -27,6 +31,7 @@ from longctx.units import format_bytes
 from tests.marks import slow_unless
 from tests.memory_cases import MODEL, ledger, peak_of_step_2
 from tests.training_cases import SMALL
+from tests.whole_size import Live
 from tests.workers import Workers
 
 ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", "model.num_key_value_heads=4"]
@@ -127,6 +132,7 @@ WORKSPACES = {
     ("flash-attn 3", True): 4 * 16384 * 4096 + 2 * 4 * 49152 * 1024,
     ("flash-attn 4", False): 4 * 16384 * 4096 + 2 * 4 * 49152 * 1024,
     ("triton", True): 2 * 4 * 16384 * 32,
+    ("reference", True): 8 * 32 * (4 * (16384 + 49152) * 128 + 6 * 16384 * 49152),
 }
 
 
@@ -139,7 +145,35 @@ def test_the_workspace_of_kernels_is_counted(kernel: str, deterministic: bool, m
         (moment,) = (memory for memory in _moments(SPEC, config, 8, [LOAD], True) if "last attention" in memory.moment)
         return moment.working
 
-    assert working(kernel) - working("reference") == WORKSPACES[kernel, deterministic]
+    assert working(kernel) - working("cpu") == WORKSPACES[kernel, deterministic]
+
+
+def test_no_kernel_has_an_unknown_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel of the settings and every library is counted, and the next one is refused until it is."""
+
+    def workspace(name: str) -> int:
+        monkeypatch.setattr(kernels, "kernel_on_gpus", lambda kernel, request: name)
+        return kernels.kernel_workspace(CONFIG, SPEC.layers[0], 100, 200)
+
+    names = [*(name for name in KERNELS if name != "flash"), *(library.name for library in LIBRARIES)]
+    assert [name for name in names if not workspace(name)] == ["cpu"]
+    with pytest.raises(KernelError, match=r"kernel is 'flash-attn 5': say in longctx/memory/kernels\.py"):
+        workspace("flash-attn 5")
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_workspace_of_the_reference_kernel_is_what_it_takes(softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_on_gpus", lambda kernel, request: "reference")
+    layer, queries, keys = SPEC.layers[0], 1000, 2000
+    heads, dim, live = layer.num_attention_heads, layer.head_dim, Live(torch.device("cpu"))
+    with FakeTensorMode():
+        dout, q, out = (torch.empty(queries, heads, dim, dtype=torch.bfloat16) for _ in range(3))
+        k, v = (torch.empty(keys, layer.num_key_value_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+        with live:
+            segments = [Segment(0, queries, 0, keys)]
+            reference.backward(dout, q, k, v, out, torch.empty(queries, heads), segments, Options(1.0, softcap))
+    estimated = kernels.kernel_workspace(CONFIG, layer, queries, keys)
+    assert 0.95 * live.peak < estimated < 1.25 * live.peak
 
 
 def test_experts_that_a_token_does_not_use_are_counted() -> None:

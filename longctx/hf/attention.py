@@ -110,6 +110,10 @@ def replace_attention(model: Any, causal: bool = True) -> str:
         )
     replace_linear(model)
     send_latents(model)
+    base = model.base_model
+    if _begin_forward not in base._forward_pre_hooks.values():
+        base.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+        base.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
     if leaves_gradients():
         model.set_experts_implementation("eager")  # one expert after the other; for good, as plain training needs it too
     return before
@@ -381,3 +385,18 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def packing_from_layout() -> AbstractContextManager[None]:
     """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU."""
     return replaced(import_module("transformers.masking_utils"), "find_packed_sequence_indices", lambda position_ids: None)
+
+
+_UNDER_WAY: list[AbstractContextManager[None]] = []
+"""`packing_from_layout` of every forward that is given a layout: a hook enters it, and another leaves it."""
+
+
+def _begin_forward(model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
+        _UNDER_WAY.append(packing_from_layout())
+        _UNDER_WAY[-1].__enter__()
+
+
+def _end_forward(model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
+        _UNDER_WAY.pop().__exit__(None, None, None)

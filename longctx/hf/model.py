@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from longctx.errors import brief
-from longctx.hf.attention import Rings, check_length, packing_from_layout, replace_attention, row
+from longctx.hf.attention import Rings, check_length, replace_attention, row
 from longctx.hf.conversion import Conversion
 from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_packed
 from longctx.hf.spec import spec_of
@@ -126,8 +126,7 @@ class TransformersModel(Model):
         if head is None:
             logits: torch.Tensor = self.hf(**arguments).logits[0, : len(tokens)]
             return logits
-        with packing_from_layout():
-            hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
+        hidden = self.hf.base_model(**arguments)[0][0, : len(tokens)]
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

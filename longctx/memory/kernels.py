@@ -10,14 +10,17 @@ from functools import cache
 
 import torch
 
-from longctx.attention.kernels import KERNELS, KernelRequest
+from longctx.attention.kernels import KERNELS, KernelError, KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.config import Config
 from longctx.planning.cost.spec import LayerSpec
 from longctx.planning.cost.work import ELEMENT_BYTES
 
-FLOAT32 = 4
+FLOAT32, FLOAT64 = 4, 8
+REFERENCE_SCORES = 6
+"""Matrices of scores that the reference kernel has at once, with a soft cap."""
+
 MULTIPROCESSORS = 132
 """Of an H100, over which flash-attn 2 splits the keys for a deterministic dQ."""
 
@@ -42,7 +45,10 @@ def kernel_on_gpus(kernel: str, request: KernelRequest) -> str:
 
 
 def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -> int:
-    """Returns the bytes that the backward of a layer allocates on a GPU in one call of `tokens` queries and `keys` keys."""
+    """Returns the bytes that the backward of a layer allocates on a GPU in one call of `tokens` queries and `keys` keys.
+
+    Raises KernelError for a kernel whose workspace is not known.
+    """
     context, split = config.context, config.parallel.tensor_parallel_size
     q_heads, kv_heads, dim = layer.num_attention_heads // split, layer.num_key_value_heads // split, layer.head_dim
     request = KernelRequest("cuda", getattr(torch, config.dtype), dim, dim, deterministic=context.deterministic)
@@ -54,7 +60,14 @@ def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -
         return splits * dq + (per_query_head if grouped else 0)
     if kernel in ("flash-attn 3", "flash-attn 4"):
         return dq + (2 * FLOAT32 * keys * kv_heads * dim if grouped else 0)
-    return 2 * FLOAT32 * tokens * q_heads if kernel == "triton" else 0
+    if kernel == "triton":
+        return 2 * FLOAT32 * tokens * q_heads
+    if kernel == "reference":  # q, dout, dq, out and k, v, dk, dv per query head, and dense scores of the longest document
+        longest = min(keys, config.data.max_length or keys)
+        return FLOAT64 * q_heads * (4 * (tokens + keys) * dim + REFERENCE_SCORES * tokens * longest)
+    if kernel == "cpu":
+        return 0  # it runs on no GPU
+    raise KernelError(f"kernel is {kernel!r}: say in longctx/memory/kernels.py what its backward allocates")
 
 
 def outside_allocator(config: Config, ranks: int) -> int:
