@@ -47,7 +47,7 @@ def merge_fused_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_
     part = part if part.stride(2) == 1 else part.contiguous()
     strides = (*out.stride()[:2], *lse.stride(), *part.stride()[:2], *part_lse.stride())
     block_dim = 1 << (dim - 1).bit_length()
-    kernel = import_module("longctx.attention.merge_device").merge_kernel
+    kernel = import_module("longctx.attention.kernels.merge_device").merge_kernel
     with torch.cuda.device_of(out):
         kernel[(programs,)](
             out, lse, part, part_lse, tiles.table, *strides, heads,

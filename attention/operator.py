@@ -234,15 +234,13 @@ def backward(
     those of the rows that other ranks attended to.
 
     Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq = scale · dS k,
-    dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse. Gradients of remote rows return to their
-    owners in the compute dtype.
+    dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse; those of remote rows travel in q's dtype.
     """
     sent = (rows[0], rows[1]) if rows else (k, v)
     this = RingPass(find(call), layer, "backward", *sent)
     this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
     sums, of_rows = list[Tensor](), this.zeros(*rows)
-    round_numbers = itertools.count()
-    returning: list[Iterator[None]] = []
+    round_numbers, returning = itertools.count(), list[Iterator[None]]()
     for received, calls in this.steps(*sent, kept, fetch=not this.call.keep_kv):
         remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:

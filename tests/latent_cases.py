@@ -19,7 +19,7 @@ from longctx.data.packing import pack_documents
 from longctx.hf import attention as hf_attention
 from longctx.hf.attention import Rings, model_inputs, prepare
 from longctx.hf.latents import send_keys
-from longctx.parallel.compilation import compile_blocks
+from longctx.model.compilation import compile_blocks
 from longctx.planning.layout import Placement
 from longctx.training import build
 from tests import pretrained_cases

@@ -15,7 +15,7 @@ from longctx.data.sampler import Sampler
 from longctx.data.store.store import Store
 from longctx.hf.lora import write_adapter
 from longctx.hf.model import OURS
-from longctx.parallel.compilation import compile_blocks
+from longctx.model.compilation import compile_blocks
 from longctx.training import build
 from longctx.training.optimizer import learning_rate
 from longctx.training.trainer import Trainer

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from longctx.attention.grouped_product import leaves_gradients
+from longctx.attention.kernels.grouped_product import leaves_gradients
 from longctx.config import ConfigError, load
 from longctx.memory.loads import Load
 from longctx.memory.model import estimate

@@ -20,7 +20,7 @@ from longctx.config.problems import ConfigError
 from longctx.hf.attention import HuggingFaceError, prepare, replace_attention
 from longctx.hf.latents import Latents, latents_of
 from longctx.hf.spec import spec_of
-from longctx.parallel.compilation import compile_blocks
+from longctx.model.compilation import compile_blocks
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import NO_LATENT, Adapters, ModelSpec
 from longctx.planning.cost.work import work_of

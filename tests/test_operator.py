@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from longctx.attention import OPERATORS, RingAttention, keeping, operator
 from longctx.attention.exchange import Exchange, Pending
+from longctx.model.compilation import compile_blocks
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.model.rope import Rope
-from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.planning.layout import Layout, Placement

@@ -22,7 +22,7 @@ from longctx.config import load
 from longctx.hf import attention as hf_attention
 from longctx.hf.source import adapted, pretrained
 from longctx.model.checkpoint_files import PretrainedError
-from longctx.parallel.compilation import compile_blocks
+from longctx.model.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
 from longctx.training.saved import checkpoint
 from tests.export_cases import untouched

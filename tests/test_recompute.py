@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from longctx.attention import RingAttention, keeping, operator
 from longctx.attention.kernels import cpu
 from longctx.config import load
+from longctx.model.compilation import compile_blocks
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel import offload as offloading
-from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import _contexts, apply_recompute
 from longctx.planning.cost.spec import RECOMPUTE_MODES

@@ -25,14 +25,14 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from longctx.attention.grouped_product import leaves_gradients
 from longctx.attention.host_to_device import copy_to
+from longctx.attention.kernels.grouped_product import leaves_gradients
 from longctx.attention.linear import Recurrence, not_compiled
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
-from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_model, longest_exact, refuse_arguments, replaced
+from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_length, check_model, refuse_arguments, replaced
 from longctx.hf.latents import latents_of, send_keys, send_latents
 from longctx.hf.linear import linear_layers, replace_linear, restore_linear
 from longctx.hf.masks import BidirectionalMask, CausalMask, describe_either_mask, describe_mask, one_window
@@ -193,8 +193,7 @@ def model_inputs(
         target_tokens: number of targets of the whole step, over all ranks. The model's `loss` is then the sum over this rank's
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: the model gets no
             labels and computes no loss; use `batch.labels`, which are already shifted. Must be None for encoders.
-        group, kernel, keep_kv, deterministic, ranks_per_node: see `ring_attention`.
-        across: see `RingAttention`.
+        group, kernel, keep_kv, deterministic, ranks_per_node, across: see `ring_attention` and `RingAttention`.
         blocks: spans of documents whose tokens also see the later ones of their span, as those of an image; see `Mask`.
         device: device of the model.
 
@@ -213,9 +212,8 @@ def model_inputs(
     options: dict[str, Any] = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
     options |= {"ranks_per_node": ranks_per_node, "across": across}
     tokens, positions = (copy_to(row(tensor), device) for tensor in (batch.tokens, batch.positions))
-    inputs: dict[str, Any]
     if source is None:
-        inputs = {"input_ids": tokens, "position_ids": positions + first_position(prepared), "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": positions + first_position(prepared), "use_cache": False}
         inputs["ring_attention"] = _rings(batch.layout, Mask(causal=causal, blocks=blocks or {}), options)
     else:
         read = (copy_to(row(tensor), device) for tensor in (source.tokens, source.positions))
@@ -224,16 +222,20 @@ def model_inputs(
         layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
         inputs["ring_attention"] = ByRole({role: _rings(layouts[role], masks[role], options) for role in ROLES})
     if target_tokens is not None:
-        weights = getattr(batch, "weights", None)
-        if weights is not None and bool((weights[batch.labels != -100] != 1).any()):
-            raise HuggingFaceError(
-                "rows of the batch have weights other than 1, as merged sequences share their loss, but the model's own loss "
-                "has none: leave target_tokens out, and compute the loss from its output, batch.labels and batch.weights"
-            )
-        # `labels` makes the model compute a loss; it computes the loss from `shift_labels`.
-        labels = copy_to(row(batch.labels, -100), device)
-        inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
+        inputs |= _labels(batch, target_tokens, device)
     return inputs
+
+
+def _labels(batch: PackedTokens, target_tokens: int, device: torch.device | str) -> dict[str, Any]:
+    """Returns what makes a model compute its loss, from `shift_labels`. Raises HuggingFaceError for weights of rows."""
+    weights = getattr(batch, "weights", None)
+    if weights is not None and bool((weights[batch.labels != -100] != 1).any()):
+        raise HuggingFaceError(
+            "rows of the batch have weights other than 1, as merged sequences share their loss, but the model's own loss has "
+            "none: leave target_tokens out, and compute the loss from its output, batch.labels and batch.weights"
+        )
+    labels = copy_to(row(batch.labels, -100), device)
+    return {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
 
 
 def row(tensor: torch.Tensor, filler: int = 0) -> torch.Tensor:
@@ -275,17 +277,6 @@ def _check_call(model: torch.nn.Module, layouts: Sequence[Layout]) -> Any:
     for config, layout in zip(configs, layouts, strict=True):
         check_length(config, max((shard.longest for shard in layout.shards), default=0))
     return prepared
-
-
-def check_length(config: Any, longest: int) -> None:
-    """Raises HuggingFaceError if documents of `longest` tokens would get different RoPE frequencies on different ranks."""
-    limit = longest_exact(config)
-    if limit is not None and longest > limit[0]:
-        raise HuggingFaceError(
-            f"a document has {longest} tokens, but RoPE of type {limit[1]} changes its frequencies for inputs of more than "
-            f"{limit[0]} tokens, and ranks have inputs of different lengths: split documents to at most {limit[0]} tokens, or "
-            "set another rope_type, such as yarn, in the model's config"
-        )
 
 
 class Rings:

@@ -118,6 +118,17 @@ def longest_exact(config: Any) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
+def check_length(config: Any, longest: int) -> None:
+    """Raises HuggingFaceError if documents of `longest` tokens would get different RoPE frequencies on different ranks."""
+    limit = longest_exact(config)
+    if limit is not None and longest > limit[0]:
+        raise HuggingFaceError(
+            f"a document has {longest} tokens, but RoPE of type {limit[1]} changes its frequencies for inputs of more than "
+            f"{limit[0]} tokens, and ranks have inputs of different lengths: split documents to at most {limit[0]} tokens, or "
+            "set another rope_type, such as yarn, in the model's config"
+        )
+
+
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Returns all sets of RoPE parameters; some models have one per layer type. `rope_scaling` is the older name."""
     ropes = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]

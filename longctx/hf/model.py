@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from longctx.errors import brief
-from longctx.hf.attention import Rings, check_length, replace_attention, row
+from longctx.hf.attention import Rings, replace_attention, row
 from longctx.hf.conversion import Conversion
-from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_packed
+from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_length, check_packed
 from longctx.hf.spec import spec_of
 from longctx.hf.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
 from longctx.model.balance import RowDocuments

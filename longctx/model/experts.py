@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from longctx.attention.grouped_product import leaves_gradients
+from longctx.attention.kernels.grouped_product import leaves_gradients
 from longctx.model.balance import RouterWatch, RowDocuments
 from longctx.model.presets import ModelShape
 

@@ -68,8 +68,7 @@ def dynamic_context_parallel(
         trainer: the trainer, with a causal language model, an encoder-decoder, or an encoder with a head for masked tokens.
         tokens_per_rank: maximum tokens per rank in a forward pass. None: what the memory of the fullest rank holds by estimate.
         profile: hardware profile, a name or a file; None: that of the device.
-        mode, degree: see `make_plan`.
-        kernel: kernel of attention; see `ring_attention`.
+        mode, degree, kernel: see `make_plan` and `ring_attention`.
         merge_prefixes: of TRL's trainers of sequences, rows of a rank that begin alike are computed once; the loss is the same.
         own_loss_is_a_token_sum: `compute_loss` and `training_step` of a subclass are sums over tokens by `num_items_in_batch`,
             of which whole steps are planned.
@@ -79,9 +78,8 @@ def dynamic_context_parallel(
     if hasattr(trainer, "dynamic"):
         raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
     if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
-        raise TrainerError(
-            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
-        )
+        known = f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces"
+        raise TrainerError(f"{known}: install 5.20 to 5.24")
     args, kind = trainer.args, kind_of(trainer, own_loss_is_a_token_sum)
     with on_all_ranks(args.world_size):
         refuse(trainer, own_loss_is_a_token_sum, REPLACED)
@@ -93,8 +91,8 @@ def dynamic_context_parallel(
             chunked = None if kind == "rows" else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
             described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
             notes = [*_prepare_kernels(trainer, spec, kernel), *_check_documents(trainer, most * args.world_size, kind)]
-            way = described.profile, most, mode, degree, kernel, args.device
-            sharing = Sharing(*way, *groups, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
+            way = described.profile, most, mode, degree, kernel, args.device, *groups
+            sharing = Sharing(*way, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
             if kind == "rows":
                 with trainer.accelerator.autocast():  # a head may be in bfloat16, as TRL makes adapters of bases of 4 bits
                     notes.append(_note_of_outputs(prepared_part(trainer, trainer.model)))

@@ -15,9 +15,9 @@ from longctx.config import Config
 from longctx.config.run import FLOAT8_ROWS
 from longctx.errors import UserError
 from longctx.hf.source import ModelSource
+from longctx.model.compilation import compile_blocks
 from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
-from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.environment import Launch, host_threads, share_compilers
 from longctx.parallel.expert import sparse_layers, split_experts
 from longctx.parallel.float8 import convert_to_float8

@@ -84,11 +84,10 @@ def work_of(
     """Returns the work per token of the slowest pipeline rank.
 
     `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Every stage receives [tokens, hidden] / tp
-    in forward and in backward. Queries are computed while K and V travel, also in a forward that is recomputed with attention;
-    the gradient of their input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows
-    are not counted: plans assume full attention. With an encoder, a token is taken as half one of a source and half one of a
-    target, and attention is the decoder's (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises
-    ProfileError if tp does not divide the KV heads.
+    in forward and in backward. Queries are computed while K and V travel, also in recomputed forwards; the gradient of their
+    input while those of K and V return; the gradient of their weights later, in compiled blocks. Windows count as full
+    attention. With an encoder, a token is half one of a source and half one of a target, and attention is the decoder's
+    (`ModelSpec.parts`). With `fused`, kernels scan delta rules in `dtype`. Raises ProfileError if tp does not divide KV heads.
     """
     _check_kv_heads(spec, tensor)
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
