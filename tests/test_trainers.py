@@ -57,6 +57,7 @@ OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 """Shares of tokens whose label is the likeliest: rounding decides between two that are equally likely."""
 
 
+PROFILES = Path(__file__).resolve().parents[1] / "longctx" / "planning" / "profiles"
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
 PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -393,8 +394,9 @@ def groups_made(folder: Path) -> list[int]:
     return [attached - before, count() - before]
 
 
-def errors_printed(folder: Path, compiled: list[bool], count: int) -> str:
-    """Returns what this rank prints of the error that it raises, if it is told to compile, or has so many documents."""
+def errors_printed(folder: Path, compiled: list[bool], count: int, *given: dict[str, Any]) -> str:
+    """Returns what this rank prints of the error that it raises, if it is told to compile, has so many documents, or is given
+    this in the place of a profile."""
     import contextlib
     import io
     import sys
@@ -404,11 +406,13 @@ def errors_printed(folder: Path, compiled: list[bool], count: int) -> str:
     as_rank()
     args = TrainingArguments(**arguments(folder, 2, 1, eval_strategy="no"), torch_compile=compiled[dist.get_rank()])
     ours, before = Trainer(model(), args, pad, documents()), sys.excepthook
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
+    at = contextlib.chdir(folder / f"of-rank-{dist.get_rank()}") if given else contextlib.nullcontext()
+    with contextlib.redirect_stderr(io.StringIO()) as printed, at:
         try:
-            dynamic_context_parallel(ours, tokens_per_rank=count, profile=PROFILE)
+            own = given[dist.get_rank()] if given else {"profile": PROFILE}
+            dynamic_context_parallel(ours, **{"tokens_per_rank": count} | own)
             ours.train()
-        except TrainerError as error:
+        except UserError as error:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
             sys.excepthook = before
@@ -494,6 +498,19 @@ def test_one_rank_prints_an_error_and_all_end(
 ) -> None:
     printed = workers.run(errors_printed, 2, tmp_path, compiled, tokens)
     assert all(re.match(pattern, text) for pattern, text in zip(expected, printed, strict=True)), printed
+
+
+def test_arguments_that_one_rank_cannot_use_end_all(workers: Workers, tmp_path: Path) -> None:
+    """A profile that is missing on one machine, and other arguments on one."""
+    for rank in range(2):
+        (tmp_path / f"of-rank-{rank}").mkdir()
+    (tmp_path / "of-rank-0" / "mine.yaml").write_text((PROFILES / "cpu-2core.yaml").read_text())
+    printed = workers.run(
+        errors_printed, 2, tmp_path, [False, False], 64, *[{"profile": "mine.yaml", "tokens_per_rank": None}] * 2
+    )
+    assert printed[0] == "" and re.match("error: .*mine.yaml", printed[1]), printed
+    printed = workers.run(errors_printed, 2, tmp_path, [False, False], 64, {"mode": "static"}, {"mode": "auto"})
+    assert printed == ["error: mode is 'auto' on one rank and 'static' on another: give all ranks the same", ""]
 
 
 def test_process_groups_end_when_a_trainer_is_restored(workers: Workers, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def validation(store: Path, folder: Path, settings: list[str]) -> tuple[float, f
     assert trainer.validator is not None
     pieces = trainer.validator.documents.pieces
     first = {name: whole(weight) for name, weight in trainer.model.named_parameters()}
-    return trainer.validator.validate().validation_loss, plain(store, first, [(p.document, p.start, p.stop) for p in pieces])
+    return trainer.validator.validate()["validation_loss"], plain(store, first, [(p.document, p.start, p.stop) for p in pieces])
 
 
 @torch.no_grad()

@@ -18,7 +18,9 @@ SAID = "said_by_another_rank"
 
 @contextmanager
 def on_all_ranks(ranks: int) -> Iterator[None]:
-    """Raises an error of one rank on all ranks, which would wait for it, and lets the first one print it. Collective."""
+    """At its end gathers the UserErrors of all ranks, also if there are none, and raises the first one on all, which would wait
+    for it; one rank prints it. Collective.
+    """
     if ranks == 1 or not dist.is_initialized():
         yield
         return
@@ -28,6 +30,17 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
     except UserError as found:
         error = found
     end_all(error, None)
+
+
+def check_same(ranks: int, **given: Any) -> None:
+    """Raises TrainerError if a rank was given other arguments. Collective."""
+    everyone: list[Any] = [None] * ranks
+    with on_all_ranks(ranks):
+        if ranks > 1 and dist.is_initialized():
+            dist.all_gather_object(everyone, {name: repr(value) for name, value in given.items()})
+            for name in given:
+                if len(values := sorted({each[name] for each in everyone})) > 1:
+                    raise TrainerError(f"{name} is {values[0]} on one rank and {values[1]} on another: give all ranks the same")
 
 
 def drawing_together(sharing: Any, own: Any, trainer: Any, batches: Iterator[Any], count: int, *more: Any) -> Any:

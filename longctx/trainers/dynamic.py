@@ -28,7 +28,7 @@ from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.tower import TowerSpeed
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.agreement import drawing_together, evaluating_together, on_all_ranks
+from longctx.trainers.agreement import check_same, drawing_together, evaluating_together, on_all_ranks
 from longctx.trainers.budget import tokens_that_fit
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
@@ -77,25 +77,25 @@ def dynamic_context_parallel(
     """
     if hasattr(trainer, "dynamic"):
         raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
-    if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
-        known = f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces"
-        raise TrainerError(f"{known}: install 5.20 to 5.24")
+    _check_version(trainer)
     args, kind = trainer.args, kind_of(trainer, own_loss_is_a_token_sum)
+    given = {"tokens_per_rank": tokens_per_rank, "profile": profile, "mode": mode, "degree": degree, "kernel": kernel}
+    check_same(args.world_size, **given, merge_prefixes=merge_prefixes)
     with on_all_ranks(args.world_size):
         refuse(trainer, own_loss_is_a_token_sum, REPLACED)
         check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
         spec = _spec_of(trainer)
+        described, tower, dtype = _profile(trainer, spec, profile)
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
         with on_all_ranks(args.world_size):
             chunked = None if kind == "rows" else ChunkedLoss.of(trainer, prepared_part(trainer, trainer.model))
-            described, most, tower = _profile_and_budget(trainer, spec, profile, tokens_per_rank, groups[1], chunked)
+            most = tokens_per_rank or _budget(trainer, spec, dtype, described.profile, groups[1], chunked)
             notes = [*_prepare_kernels(trainer, spec, kernel), *_check_documents(trainer, most * args.world_size, kind)]
             way = described.profile, most, mode, degree, kernel, args.device, *groups
             sharing = Sharing(*way, undo=undo, tower=tower, parts=spec.parts, chunked_loss=chunked)
             if kind == "rows":
-                with trainer.accelerator.autocast():  # a head may be in bfloat16, as TRL makes adapters of bases of 4 bits
-                    notes.append(_note_of_outputs(prepared_part(trainer, trainer.model)))
+                notes.append(_note_of_outputs(trainer, prepared_part(trainer, trainer.model)))
             _replace_parts(trainer, sharing, kind, merge_prefixes)
             _draw_together(trainer, sharing, kind)
         trainer.dynamic = sharing
@@ -103,6 +103,13 @@ def dynamic_context_parallel(
     if trainer.is_world_process_zero():
         ranks = "1 rank" if args.world_size == 1 else f"up to {args.world_size} ranks"
         print(*described.lines, f"a document is split over {ranks}, of {most:,} tokens each", *notes, sep="\n")
+
+
+def _check_version(trainer: Any) -> None:
+    if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
+        raise TrainerError(
+            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
+        )
 
 
 def _replace_parts(trainer: Any, sharing: Sharing, kind: Kind, merge_prefixes: bool) -> None:
@@ -214,9 +221,10 @@ def _plan_steps(trainer: Any, undo: contextlib.ExitStack) -> None:
     undo.enter_context(replaced(trainer.accelerator, "prepare_data_loader", on_host))
 
 
-def _note_of_outputs(model: Any) -> str:
+def _note_of_outputs(trainer: Any, model: Any) -> str:
     """Returns a line on a model whose loss needs outputs of whole rows. Raises TrainerError."""
-    check_head(model)
+    with trainer.accelerator.autocast():  # a head may be in bfloat16, as TRL makes adapters of bases of 4 bits
+        check_head(model)
     head = model.get_output_embeddings()
     size = "" if head is None else f", and logits take {format_bytes(4096 * len(head.weight))} per 1,024 tokens of its rows"
     hidden = ", and no answer is looked for in padding" if hasattr(model, ANSWERS) else ""
@@ -264,16 +272,9 @@ def _spec_of(trainer: Any) -> ModelSpec:
     return spec
 
 
-def _profile_and_budget(
-    trainer: Any,
-    spec: ModelSpec,
-    profile: HardwareProfile | str | None,
-    tokens_per_rank: int | None,
-    group: dist.ProcessGroup | None,
-    chunked: ChunkedLoss | None,
-) -> tuple[RunProfile, int, TowerSpeed | None]:
-    """Returns the profile, scaled to the trainer's model unless it is given as a value, the tokens per rank, and the encoder of
-    images, if there is one. Collective.
+def _profile(trainer: Any, spec: ModelSpec, profile: HardwareProfile | str | None) -> tuple[RunProfile, TowerSpeed | None, str]:
+    """Returns the profile, scaled to the trainer's model unless it is given as a value, the encoder of images, if there is one,
+    and the dtype that the model computes in.
     """
     args, model = trainer.args, prepared_part(trainer, trainer.model)
     recompute: Recompute = "full" if args.gradient_checkpointing else "none"
@@ -282,15 +283,24 @@ def _profile_and_budget(
         described = RunProfile("given", profile, ("profile: given as a value, used unscaled",))
     else:
         described = model_profile(profile, spec, dtype, args.device, args.world_size, recompute)
-    tower = _tower_speed(spec, dtype, recompute, described.profile)
-    if tokens_per_rank:
-        return described, tokens_per_rank, tower
+    return described, _tower_speed(spec, dtype, recompute, described.profile), dtype
+
+
+def _budget(
+    trainer: Any,
+    spec: ModelSpec,
+    dtype: str,
+    profile: HardwareProfile,
+    group: dist.ProcessGroup | None,
+    chunked: ChunkedLoss | None,
+) -> int:
+    """Returns the tokens that the memory of the fullest rank holds by estimate. Collective."""
+    args = trainer.args
     available = available_bytes(args.device, processes_per_node(args.world_size) or args.world_size) or 0
     least = torch.tensor([available, chunked is not None])  # all ranks must find the same
     if group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    fits = tokens_that_fit(trainer, spec, dtype, described.profile, int(least[0]), all_logits=not least[1])
-    return described, fits, tower
+    return tokens_that_fit(trainer, spec, dtype, profile, int(least[0]), all_logits=not least[1])
 
 
 def _tower_speed(spec: ModelSpec, dtype: str, recompute: str, profile: HardwareProfile) -> TowerSpeed | None:
