@@ -102,7 +102,7 @@ def local_parts(queries: Sequence[SpanRows], keys: Sequence[SpanRows], areas: Se
 
 
 def whole_parts(areas: Sequence[Segment], offset: int) -> list["BandPart"]:
-    """Returns the same of a document that is all here, from row `offset` on."""
+    """Returns the parts of keys in place of a document whose tokens are all on this rank, from row `offset` on."""
     if len(areas) == 1:
         q_start, q_stop, k_start, k_stop, lo, hi = areas[0]
         rows = range(offset + q_start, offset + q_stop)

@@ -5,7 +5,7 @@ A record has the first of these formats that its keys allow (keys whose value is
     messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
     conversations       ShareGPT: [{"from": "human", "value": ..}, ..], with an optional `system`
     prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is trained on
-    instruction-output  `instruction`, optional `input`, and `output` or `response`
+    instruction-output  Alpaca: `instruction`, optional `input`, and `output` or `response`
     text                one text, all of it trained on
     token-ids           `input_ids`, tokens that another program made, with the loss by `labels` or a mask (see `token_ids`)
 

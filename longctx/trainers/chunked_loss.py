@@ -36,7 +36,7 @@ class ChunkedLoss:
 
     @classmethod
     def of(cls, trainer: Any, model: Any) -> "ChunkedLoss | None":
-        """Returns that of a trainer's model, not prepared yet; None if the trainer or its model needs logits."""
+        """Returns the loss for a trainer's model, which is not prepared yet; None if the trainer or its model needs logits."""
         of_transformers = type(trainer).compute_loss.__module__.startswith("transformers.")
         if trainer_of_trl(trainer) or not of_transformers or trainer.args.label_smoothing_factor:
             return None

@@ -15,7 +15,7 @@ KINDS: dict[str, Kind] = {
     "KTOTrainer": "sequences",
     "RewardTrainer": "rows",
 }
-"""Trainers of TRL. `transformers.Trainer` is of the first kind or the last."""
+"""Trainers of TRL. `transformers.Trainer` is of "steps", or of "rows" if its loss is another head's or its own."""
 OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice", "ForPreTraining", "ForNextSentencePrediction")
 """Ends of the names of models whose loss is not one of the next token, or of masked ones."""
 LOSS = ("compute_loss", "training_step")

@@ -168,7 +168,7 @@ class Sharing:
     def _filled(
         self, layouts: Sequence[Sequence[Layout]], planned: Sequence[Known], drawn: Sequence[npt.NDArray[Any]]
     ) -> tuple[Exchange, list[MicroBatch]]:
-        """Returns the same for layouts and rows. Collective.
+        """Sends drawn rows to their holders. Returns the exchange, and this rank's micro-batches. Collective.
 
         `layouts` are those of every rank, `drawn` the tokens and labels [tokens, 2] of this rank's documents.
         """

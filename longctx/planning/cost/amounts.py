@@ -32,7 +32,7 @@ class Amounts:
     def of(
         cls, lengths: Integers, trees: Trees = NO_TREES, sources: Sequence[int] = (), parts: PartCosts = EQUAL_PARTS
     ) -> "Amounts":
-        """Returns those of documents, of which some are trees, or all have sources.
+        """Returns the amounts of documents, of which some are trees, or all have sources.
 
         A decoder's attention to its n tokens counts n², to a source of s tokens 2·n·s, and the encoder's, in both directions,
         2·s², times its size relative to the decoder's.
@@ -52,7 +52,7 @@ class Amounts:
         return cls(pairs)
 
     def __getitem__(self, documents: Any) -> "Amounts":
-        """Returns those of some documents, by an index of arrays."""
+        """Returns the amounts of some documents, by an index of arrays."""
         return Amounts(*(None if values is None else values[documents] for values in (self.pairs, self.products, self.keys)))
 
 

@@ -96,6 +96,7 @@ class Step:
         return None if scored.makespan_ns >= limit else self.candidate(winner, assignment, scored)
 
     def on_ranks(self, places: Assignment) -> Assignment:
+        """Returns first ranks and degrees in ranks, of which a place has `block`."""
         if self.block == 1:
             return places
         return Assignment(places.micro_batch, places.first_rank * self.block, places.degree * self.block, places.reversed)

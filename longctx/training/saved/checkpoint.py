@@ -48,7 +48,7 @@ class NoCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; `state` is the one passed to `save`, `checksums` are those of its files."""
+    """A complete checkpoint on disk; `state` is what `Saver.start` was given, `checksums` are those of its files."""
 
     folder: Path
     state: dict[str, Any]
