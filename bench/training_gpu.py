@@ -8,7 +8,7 @@ Every row is a run of `longctx train` (one process, one document of the given le
 metrics give median, minimum and maximum over the finished steps, without warm-up; a row that runs out of time keeps the
 finished steps. For each length, settings are chosen from a ladder from fast to small: the first that fit this GPU by `longctx
 estimate` (training_rows.py). If memory runs out all the same, smaller settings are tried, with a row for each trial. The last
-model is a few layers of an 8B model on one document of 1,048,576 tokens.
+model is a few layers of an 8B model on one document of 786,432 tokens.
 
 The peer is `transformers` with its fastest attention here (training_peer.py), with the same shape, number of weights, tokens
 and precision, and gradient checkpointing. Vocabularies are small, so that the loss takes little time. One GPU: exchange is not

@@ -21,7 +21,7 @@ from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.training.metrics import peak_flops
 
 MODELS, LENGTHS = ("llama-3.2-1b", "llama-3.2-3b"), (32768, 131072, 524288)
-STACK_LAYERS, STACK_TOKENS = 2, 1_048_576  # few layers of the 8B model, as a step takes minutes per layer
+STACK_LAYERS, STACK_TOKENS = 2, 786_432  # few layers of the 8B model, as a step takes minutes per layer
 VOCABULARY = 4096
 MEMORY_SHARE = 0.88  # maximum estimate, as a share of GPU memory: it excludes fragmentation, CUDA contexts and libraries
 FASTEST = "fastest that fits"
