@@ -50,11 +50,13 @@ class Loader(Iterator[StepBatch]):
     """An endless iterator over the steps of one rank.
 
     Args:
+        store: documents of one store or several.
         rank, ranks: this rank, and the number N of ranks in the domain.
         planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
         global_tokens: minimum number of tokens per step.
         seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
         held_out_share: share of the documents held out from all steps; see `held_out`.
+        pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         merging: merges the documents of a step that begin alike; None: they stay apart.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ IN_BOTH_DIRECTIONS = "longctx_in_both_directions"
 BY_ROLE = "longctx_by_role"
 """Name of the attention of encoder-decoders."""
 _PREPARED: WeakSet[torch.nn.Module] = WeakSet()
+_HOOKS: WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 class PackedTokens(Protocol):
@@ -111,9 +112,9 @@ def replace_attention(model: Any, causal: bool = True) -> str:
     replace_linear(model)
     send_latents(model)
     base = model.base_model
-    if _begin_forward not in base._forward_pre_hooks.values():
-        base.register_forward_pre_hook(_begin_forward, with_kwargs=True)
-        base.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
+    if base not in _HOOKS:
+        begin = base.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+        _HOOKS[base] = begin, base.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
     if leaves_gradients():
         model.set_experts_implementation("eager")  # one expert after the other; for good, as plain training needs it too
     return before
@@ -380,6 +381,12 @@ def packing_from_layout() -> AbstractContextManager[None]:
 
 _UNDER_WAY: list[AbstractContextManager[None]] = []
 """`packing_from_layout` of every forward that is given a layout: a hook enters it, and another leaves it."""
+
+
+def remove_hooks(model: Any) -> None:
+    """Removes the hooks of a prepared model, with which it would be pickled; `packing_from_layout` is the caller's then."""
+    for hook in _HOOKS.pop(model.base_model, ()):
+        hook.remove()
 
 
 def _begin_forward(model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def dynamic_context_parallel(
     _check_version(trainer)
     args, kind = trainer.args, kind_of(trainer, own_loss_is_a_token_sum)
     given = {"tokens_per_rank": tokens_per_rank, "profile": profile, "mode": mode, "degree": degree, "kernel": kernel}
-    check_same(args.world_size, **given, merge_prefixes=merge_prefixes)
+    check_same(args.world_size, **given, merge_prefixes=merge_prefixes, own_loss_is_a_token_sum=own_loss_is_a_token_sum)
     with on_all_ranks(args.world_size):
         refuse(trainer, own_loss_is_a_token_sum, REPLACED)
         check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from longctx.hf.attention import prepare
+from longctx.hf.attention import packing_from_layout, prepare, remove_hooks
 from longctx.hf.exactness import HuggingFaceError
 from longctx.hf.latents import send_keys, send_latents
 from longctx.hf.linear import replace_linear, restore_linear
@@ -27,10 +27,14 @@ def prepared(model: Any) -> Iterator[None]:
         prepare(model, causal=not is_encoder(model), head=model.base_model is not model)
     except HuggingFaceError as error:
         raise TrainerError(str(error)) from error
+    remove_hooks(model)
 
     def plain(own: Callable[..., Any], this: Any, *arguments: Any, **named: Any) -> Any:
         ring = attention_of(this)
-        if ring == before or named.get("ring_attention") is not None:
+        if named.get("ring_attention") is not None:
+            with packing_from_layout():
+                return own(this, *arguments, **named)
+        if ring == before:
             return own(this, *arguments, **named)
         this.set_attn_implementation(before)
         restore_linear(this)
