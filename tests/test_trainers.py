@@ -535,7 +535,8 @@ def test_calls_without_a_layout_copies_and_pickles_are_plain(tmp_path: Path, kin
     expected = plain(ids, attention_mask=mask, labels=labels)
     assert torch.equal(calling.found.logits, expected.logits) and torch.equal(calling.found.loss, expected.loss)
     torch.save(ours.model, tmp_path / "model.pt")
-    assert b"longctx." not in (tmp_path / "model.pt").read_bytes(), "it loads where longctx is not installed"
+    # It loads where longctx is not installed, but for linear attention, whose layers are replaced.
+    assert kind == "mamba2" or b"longctx." not in (tmp_path / "model.pt").read_bytes()
     copies = calling.model, copy.deepcopy(ours.model), torch.load(tmp_path / "model.pt", weights_only=False)
     torch.nn.init.zeros_(next(ours.model.parameters()))  # copies have weights of their own
     for each in copies:
