@@ -3,6 +3,7 @@
     forward(q, k, v, segments, options) -> out, lse
     backward(dout, q, k, v, out, lse, segments, options) -> dq, dk, dv
     refusal(request) -> reason why the kernel does not support the request, or None
+    workspace(sizes) -> bytes that backward allocates on a GPU beside its arguments and results, from the kernel's source
 
 q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] and
 the gradients have the dtype of q, or that of lse if the kernel computes them in it; the caller accumulates in the dtype of
@@ -71,6 +72,22 @@ class Options(NamedTuple):
     overlapped: bool = False
 
 
+class BackwardSizes(NamedTuple):
+    """Sizes of a call of `backward`, from which memory is estimated; `longest`: queries or keys of its longest document."""
+
+    request: KernelRequest
+    queries: int
+    keys: int
+    longest: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def float32_queries(self) -> int:
+        """Bytes of dQ in float32."""
+        return 4 * self.queries * self.heads * self.request.head_dim
+
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -78,6 +95,8 @@ class Kernel(Protocol):
     """The interface above, as implemented by a module."""
 
     def refusal(self, request: KernelRequest) -> str | None: ...
+
+    def workspace(self, sizes: BackwardSizes) -> int: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]: ...
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
+from longctx.attention.kernels.contract import BackwardSizes, Gradients, KernelRequest, Options
 from longctx.attention.segments import Segments, visible
 
 BLOCK = 256
@@ -27,6 +27,11 @@ def refusal(request: KernelRequest) -> str | None:
     if request.head_dim != request.v_head_dim:
         return f"needs equal head sizes of k and v, not {request.head_dim} and {request.v_head_dim}"
     return "does not support a soft cap" if request.softcap else None
+
+
+def workspace(sizes: BackwardSizes) -> int:
+    """Implements `contract`: it runs on no GPU."""
+    return 0
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import MOST_ELEMENTS, Gradients, KernelRequest, Options, request_of
+from longctx.attention.kernels.contract import MOST_ELEMENTS, BackwardSizes, Gradients, KernelRequest, Options, request_of
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Sequences
 from longctx.attention.kernels.repeatability import differs
@@ -53,6 +53,10 @@ class Flash:
         if isinstance(library, str):
             raise UserError(f"kernel flash {library}; use kernel=auto")
         return library
+
+    def workspace(self, sizes: BackwardSizes) -> int:
+        """Implements `contract`, on this machine's GPU."""
+        return self.chosen(sizes.request).workspace(sizes)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
         """Implements `contract`."""

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import flash_4
-from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
+from longctx.attention.kernels.contract import BackwardSizes, Gradients, KernelRequest, Options
 from longctx.attention.kernels.flash_library import (
     Capability,
     Library,
     Sequences,
+    float32_workspace,
     import_error,
     shared_options,
     too_large,
@@ -33,6 +34,8 @@ from longctx.attention.kernels.flash_library import (
 
 # flash-attn 3: its operators, because their arguments are stable and those of the Python functions are not
 
+MULTIPROCESSORS = 132
+"""Of an H100, over which flash-attn 2 splits the keys for a deterministic dQ."""
 SM_MARGIN = 16
 """Multiprocessors that flash-attn 3 leaves to messages in flight: its forward occupies all others until it ends."""
 
@@ -107,6 +110,14 @@ def _backward_2(
         dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes=None, deterministic=options.deterministic, **named
     )
     return dq, dk, dv
+
+
+def _workspace_2(sizes: BackwardSizes) -> int:
+    """dQ in float32, once per split of the keys if deterministic; with GQA also dK and dV per query head."""
+    request, grouped = sizes.request, sizes.heads > sizes.kv_heads
+    splits = -(-MULTIPROCESSORS // sizes.heads) if request.deterministic else 1
+    per_query_head = 2 * request.dtype.itemsize * sizes.keys * sizes.heads * request.head_dim
+    return splits * sizes.float32_queries + (per_query_head if grouped else 0)
 
 
 def _options_2(sequences: Sequences, options: Options) -> dict[str, Any]:
@@ -187,8 +198,12 @@ def _deterministic() -> Iterator[None]:
 
 
 LIBRARIES = (
-    Library("flash-attn 4", flash_4.missing, flash_4.refusal, flash_4.forward, flash_4.backward, made_for_hopper=True),
-    Library("flash-attn 3", _missing_3, _refusal_3, _forward_3, _backward_3, made_for_hopper=True),
-    Library("flash-attn 2", _missing_2, _refusal_2, _forward_2, _backward_2),
-    Library("torch's flash operators", _missing_torch, _refusal_torch, _forward_torch, _backward_torch),
+    Library(
+        "flash-attn 4",
+        *(flash_4.missing, flash_4.refusal, flash_4.forward, flash_4.backward, float32_workspace),
+        made_for_hopper=True,
+    ),
+    Library("flash-attn 3", _missing_3, _refusal_3, _forward_3, _backward_3, float32_workspace, made_for_hopper=True),
+    Library("flash-attn 2", _missing_2, _refusal_2, _forward_2, _backward_2, _workspace_2),
+    Library("torch's flash operators", _missing_torch, _refusal_torch, _forward_torch, _backward_torch, _workspace_2),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
+from longctx.attention.kernels.contract import BackwardSizes, Gradients, KernelRequest, Options
 
 Capability = tuple[int, int]
 
@@ -75,6 +75,7 @@ class Library:
         missing: returns why the library is not available, or None.
         refusal: returns why it does not support a request on a GPU of some capability, or None.
         forward, backward: its functions. Results for queries without keys and keys without queries may be arbitrary.
+        workspace: returns the bytes that its backward allocates (see `contract`).
         made_for_hopper: whether it reaches the speed of Hopper or Blackwell GPUs.
     """
 
@@ -83,6 +84,7 @@ class Library:
     refusal: Callable[[KernelRequest, Capability], str | None]
     forward: Forward
     backward: Backward
+    workspace: Callable[[BackwardSizes], int]
     made_for_hopper: bool = False
 
 
@@ -107,6 +109,12 @@ def unequal(request: KernelRequest) -> str | None:
 def too_large(request: KernelRequest, largest: int) -> str | None:
     size = max(request.head_dim, request.v_head_dim)
     return f"supports head sizes up to {largest}, not {size}" if size > largest else None
+
+
+def float32_workspace(sizes: BackwardSizes) -> int:
+    """Returns the workspace of flash-attn 3 and 4: dQ, and with GQA dK and dV, in float32."""
+    grouped = 2 * 4 * sizes.keys * sizes.kv_heads * sizes.request.head_dim if sizes.heads > sizes.kv_heads else 0
+    return sizes.float32_queries + grouped
 
 
 def shared_options(

@@ -3,13 +3,22 @@
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
+from longctx.attention.kernels.contract import BackwardSizes, Gradients, KernelRequest, Options
 from longctx.attention.segments import Segment, Segments, visible
+
+SCORES = 6
+"""Matrices of scores in float64 that backward has at once, with a soft cap."""
 
 
 def refusal(request: KernelRequest) -> str | None:
     """Implements `contract`; never refuses."""
     return None
+
+
+def workspace(sizes: BackwardSizes) -> int:
+    """Implements `contract`: q, dout, dq, out and k, v, dk, dv per query head, and dense scores of the longest document."""
+    matrices = 4 * (sizes.queries + sizes.keys) * sizes.request.head_dim
+    return 8 * sizes.heads * (matrices + SCORES * sizes.queries * min(sizes.keys, sizes.longest))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import Gradients, KernelRequest, Options
+from longctx.attention.kernels.contract import BackwardSizes, Gradients, KernelRequest, Options
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
 
@@ -90,6 +90,11 @@ def refusal(request: KernelRequest) -> str | None:
     if max(request.head_dim, request.v_head_dim) > LARGEST_HEAD:
         return f"supports head sizes up to {LARGEST_HEAD}, not {request.head_dim} and {request.v_head_dim}"
     return None
+
+
+def workspace(sizes: BackwardSizes) -> int:
+    """Implements `contract`: the `statistics` of backward."""
+    return 2 * 4 * sizes.queries * sizes.heads
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
