@@ -22,7 +22,7 @@ from longctx.hf.latents import Latents, latents_of
 from longctx.hf.spec import spec_of
 from longctx.model.compilation import compile_blocks
 from longctx.planning.cost.scaling import scale
-from longctx.planning.cost.spec import NO_LATENT, Adapters, ModelSpec
+from longctx.planning.cost.spec import NO_LATENT, Matrix, ModelSpec
 from longctx.planning.cost.work import work_of
 from longctx.planning.layout import Layout, Placement
 from longctx.training.run_profile import read_described
@@ -272,7 +272,9 @@ def test_work_counts_latents_and_what_expands_them() -> None:
     """In 61 layers; backward expands again, for adapters without the gradient of the weights."""
     spec = spec_of_deepseek_v3()
     keys = replace(spec, layers=tuple(replace(layer, latent=NO_LATENT) for layer in spec.layers))
-    adapted = replace(spec, layers=tuple(replace(layer, adapters=Adapters(1, 1)) for layer in spec.layers))
+    adapted = replace(
+        spec, layers=tuple(replace(layer, matrices=(*layer.matrices, Matrix(1, 1, role="adapter"))) for layer in spec.layers)
+    )
     products = 61 * 512 * 128 * (128 + 128)
     assert spec.parameters == pytest.approx(671e9, rel=0.001)
     for each, recompute, passes, received in (

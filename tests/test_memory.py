@@ -26,7 +26,7 @@ from longctx.memory.fitting import DoesNotFit, as_override, cheapest_change, cho
 from longctx.memory.loads import Load, loads
 from longctx.memory.model import Memory, RankMemory, _moments, estimate, fits
 from longctx.model.presets import ModelShape
-from longctx.planning.cost.spec import Scan
+from longctx.planning.cost.spec import Matrix, Scan
 from longctx.training.data import plan_steps
 from longctx.units import format_bytes
 from tests.marks import slow_unless
@@ -178,7 +178,7 @@ def test_experts_that_a_token_does_not_use_are_counted() -> None:
     """Weights, moments and gradients have all experts."""
     idle, parts = 10**9, []
     for more in (0, idle):
-        layers = tuple(replace(layer, idle_parameters=more) for layer in SPEC.layers)
+        layers = tuple(replace(layer, matrices=(*layer.matrices, Matrix(1, more, used=0))) for layer in SPEC.layers)
         shape = replace(SPEC, layers=layers)
         assert shape.parameters == SPEC.parameters + more * len(layers)
         parts.append(estimate(shape, CONFIG, 8, [LOAD], fused=True).parts)

@@ -1,6 +1,7 @@
 """Checkpoints of transformers in the native decoder: weights, loss and gradients for every split, and refused checkpoints."""
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,13 @@ def test_the_spec_counts_what_the_model_has(checkpoints: dict[str, Path], name: 
     ours = native(checkpoints[name])
     assert ours.spec.parameters == sum(parameter.numel() for parameter in ours.parameters())
     for layer, block in zip(ours.spec.layers, ours.layers, strict=True):
-        assert layer.matrix_parameters + layer.idle_parameters == sum(
-            weight.numel() for weight in block.parameters() if weight.dim() > 1
-        )
-        assert layer.other_parameters == sum(weight.numel() for weight in block.parameters() if weight.dim() == 1)
+        matrices = {name: weight for name, weight in block.named_parameters() if weight.dim() > 1}
+        assert layer.matrix_parameters + layer.idle_parameters == sum(weight.numel() for weight in matrices.values())
+        of_experts = [weight.numel() for name, weight in matrices.items() if ".experts." in name]
+        assert layer.expert_parameters == sum(of_experts)
+        shapes = Counter(tuple(weight.shape) for name, weight in matrices.items() if ".experts." not in name)
+        assert Counter((each.rows, each.columns) for each in layer.matrices if each.role != "expert") == shapes
+        assert layer.vectors == sum(weight.numel() for weight in block.parameters() if weight.dim() == 1)
     lengths = [5, LENGTH]
     pairs = sum(
         min(length, at + 1, layer.window or length) for layer in ours.spec.layers for length in lengths for at in range(length)

@@ -19,7 +19,7 @@ from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS
 from longctx.parallel.mesh import make_groups
 from longctx.planning.cost.scaling import query_share, scale
-from longctx.planning.cost.spec import Adapters
+from longctx.planning.cost.spec import Matrix
 from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import SHIPPED, HardwareProfile, ProfileError, shipped_profiles
 from longctx.planning.planners.planner import make_plan
@@ -150,11 +150,15 @@ def test_queries_that_are_computed_first_hide_nothing() -> None:
     described = read_described("h100-nvlink-ib")[1]
     assert described is not None
     spec = described.model.spec
-    first = replace(spec, layers=tuple(replace(layer, query_parameters=0) for layer in spec.layers))
+    matrices = spec.layers[0].matrices  # all blocks are alike
+    own = tuple(replace(matrix, role="own") for matrix in matrices)
+    first, frozen = (
+        replace(spec, layers=tuple(replace(layer, matrices=given) for layer in spec.layers))
+        for given in (own, (*matrices, Matrix(1, 1, role="adapter")))
+    )
     assert scale(H100, described.work, work_of(first, "bfloat16")) == replace(H100, query_share=0.0)
     older = replace(H100, query_share=0.0)
     assert scale(older, described.work, work_of(spec, "bfloat16", recompute="full")).query_share == 0
-    frozen = replace(spec, layers=tuple(replace(layer, adapters=Adapters(1, 1)) for layer in spec.layers))
     assert scale(H100, described.work, work_of(frozen, "bfloat16")).query_share == pytest.approx(1.5 * H100.query_share)
 
 

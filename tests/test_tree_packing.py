@@ -16,7 +16,7 @@ from longctx.errors import UserError
 from longctx.planning.check import check_plan
 from longctx.planning.cost.bounds import tight_bound_s
 from longctx.planning.cost.rounds import plan_score
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, Matrix, ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import PlanError
@@ -123,7 +123,7 @@ def test_trees_that_are_not_the_documents_are_refused(document: Any) -> None:
 
 @given(tree=trees(), window=st.none() | st.integers(1, 99))
 def test_operations_of_shared_tokens_count_once(tree: Tree, window: int | None) -> None:
-    layer = LayerSpec(8, 2, 1, 4, 16, 100, 10, window=window)
+    layer = LayerSpec(8, 2, 1, 4, 16, (Matrix(10, 10),), 10, window=window)
     spec = ModelSpec((layer,), 8, 32, tie_word_embeddings=False)
     of_tokens: dict[int, int] = {}
     for sequence in sequences(tree):

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from longctx.hf.vision import VISION_FAMILIES, ImagePlace, tower_spec
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.rounds import plan_score
-from longctx.planning.cost.spec import Adapters, ModelSpec
+from longctx.planning.cost.spec import Matrix, ModelSpec
 from longctx.planning.cost.tower import EncodingTimes, TowerSpec, TowerSpeed
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import ImageWork, spread_images
@@ -80,7 +80,8 @@ def test_gradients_of_inputs_alone_are_about_half(tmp_path: Path, family: str) -
 
 
 def adapted_spec() -> ModelSpec:
-    layer = replace(PRESETS["tiny"].spec.layers[0], adapters=Adapters(8, 1))
+    layer = PRESETS["tiny"].spec.layers[0]
+    layer = replace(layer, matrices=(*layer.matrices, Matrix(1, 8, role="adapter")))
     return replace(PRESETS["tiny"].spec, layers=(layer,), tower_parameters=100, tower_adapters=10)
 
 

@@ -107,7 +107,7 @@ def _value(name: str, config: Config, spec: ModelSpec | None) -> Any:
 
 
 FACTS: dict[str, tuple[str, Callable[[Config, ModelSpec], Any]]] = {
-    "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.routed.experts),
+    "the number of experts": ("model.num_experts", lambda config, spec: spec.largest_layer.experts),
     "the bias of the router": (  # which no family of checkpoints that the native decoder runs has
         "model.router_bias",
         lambda config, spec: config.model.from_pretrained is None and config.model.sizes().router_bias,

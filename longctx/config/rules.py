@@ -208,7 +208,7 @@ def _split_widths(spec: ModelSpec) -> dict[str, int]:
     """Returns the widths of the MLPs that tensor parallelism splits by columns, by setting."""
     widths = {}
     for layer in spec.layers:
-        if not layer.routed.experts:
+        if not layer.experts:
             widths["model.intermediate_size"] = layer.intermediate_size
         elif width := layer.intermediate_size - layer.routed_size:
             widths["model.shared_expert_intermediate_size"] = width
@@ -231,7 +231,7 @@ def _ulysses_degree(config: Config, query_heads: int, kv_heads: int) -> Iterator
 
 def _experts(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Checks that the experts can be split evenly over ranks."""
-    parallel, experts = config.parallel, spec.largest_layer.routed.experts
+    parallel, experts = config.parallel, spec.largest_layer.experts
     expert, tensor = parallel.expert_parallel_size, parallel.tensor_parallel_size
     if experts % (expert * tensor) == 0:
         return

@@ -93,7 +93,7 @@ class Config(BaseModel):
         # number of tiles.
         if device != "cuda":
             return False
-        if spec is not None and any(layer.routed.experts or layer.scan for layer in spec.layers):
+        if spec is not None and any(layer.experts or layer.scan for layer in spec.layers):
             return False
         return self.parallel.tensor_parallel_size == 1 and self.train.mlp_tile_tokens is None
 

@@ -19,10 +19,11 @@ from longctx.hf.conversion import Tensors
 from longctx.hf.lora_options import ALL_LINEAR, Lora, LoraError, QuantizationError
 from longctx.hf.model import OURS, TransformersModel, TransformersSource
 from longctx.hf.quantized import QuantizedLinear, quantize_layers
+from longctx.hf.spec import matrix_of
 from longctx.hf.vision import is_vision, weights_of_images
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.protocol import generator_of
-from longctx.planning.cost.spec import Adapters, ModelSpec, Quantized
+from longctx.planning.cost.spec import Matrix, ModelSpec
 
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""
@@ -226,21 +227,23 @@ def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module], hf: Any) -> Mode
     """Returns the sizes of a model of whose `blocks`, and tower, only adapters are trained."""
     layers, outside = [], weights_of_images(hf) if is_vision(hf) else []
     for layer, block in zip(spec.layers, blocks, strict=True):
-        sizes = {name: parameter.shape for name, parameter in block.named_parameters() if parameter.requires_grad}
-        width = sum(shape[0] for name, shape in sizes.items() if name.endswith(A))
-        layers.append(replace(layer, adapters=Adapters(sum(shape.numel() for shape in sizes.values()), width)))
-    trained = sum(weight.numel() for weight in outside if weight.requires_grad)
-    return replace(spec, layers=tuple(layers), tower_adapters=trained)
+        trained = {name: weight for name, weight in block.named_parameters() if weight.requires_grad}
+        adapters = (matrix_of(weight, "lora_a" if name.endswith(A) else "adapter") for name, weight in trained.items())
+        layers.append(replace(layer, matrices=(*layer.matrices, *adapters)))
+    in_tower = sum(weight.numel() for weight in outside if weight.requires_grad)
+    return replace(spec, layers=tuple(layers), tower_adapters=in_tower)
 
 
 def with_quantized(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
     """Returns the sizes of a model with the quantized layers of its `blocks`."""
     layers = []
     for layer, block in zip(spec.layers, blocks, strict=True):
-        quantized = [module for module in block.modules() if isinstance(module, QuantizedLinear)]
-        sizes = [module.rows * module.columns for module in quantized]
-        packed = sum(module.weight.numel() for module in quantized)
-        layers.append(replace(layer, quantized=Quantized(sum(sizes), packed, max(sizes, default=0))))
+        matrices = list(layer.matrices)
+        for module in block.modules():
+            if isinstance(module, QuantizedLinear):
+                matrix = Matrix(module.rows, module.columns)
+                matrices[matrices.index(matrix)] = replace(matrix, stored=module.weight.numel())
+        layers.append(replace(layer, matrices=tuple(matrices)))
     return replace(spec, layers=tuple(layers))
 
 

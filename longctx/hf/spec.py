@@ -1,20 +1,23 @@
 """Sizes of models of transformers, from their parameters and the many names of their configs."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from longctx.hf.latents import has_latents, used_parts
 from longctx.hf.linear import has_delta_rule, linear_layers, state_size
 from longctx.hf.linear_costs import LinearCosts, linear_costs
 from longctx.model.experts import stacks_experts
-from longctx.planning.cost.spec import NO_LATENT, Latent, LayerSpec, ModelSpec, Scan
+from longctx.planning.cost.spec import NO_LATENT, Latent, LayerSpec, Matrix, ModelSpec, Role, Scan
 
 WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
 """Types of layers of models with linear attention that have no softmax attention."""
+LORA = ".lora_"
+"""Part of the names of LoRA's matrices, which `longctx.hf.lora` adds to the sizes."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
@@ -55,8 +58,8 @@ def spec_of_seq2seq(hf: Any) -> ModelSpec:
         read.append(replace(_layer_spec(encoder.config, block), window=window))
     for block, window in zip(decoder.layers, _windows(decoder.config), strict=True):
         layer = _layer_spec(decoder.config, block)
-        keys = 2 * encoder.config.hidden_size * layer.num_key_value_heads * layer.head_dim
-        written.append(replace(layer, window=window, source_parameters=keys))
+        keys = layer.num_key_value_heads * layer.head_dim, encoder.config.hidden_size
+        written.append(replace(layer, window=window, matrices=_of_source(layer.matrices, keys)))
     embedding, head = decoder.get_input_embeddings().weight, hf.get_output_embeddings()
     spec = ModelSpec(
         layers=(*read, *written),
@@ -73,11 +76,7 @@ def spec_of_seq2seq(hf: Any) -> ModelSpec:
 def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     """Returns the sizes of a block; experts that a token does not use count as parameters, not as operations."""
     experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))
-    matrices = visited = 0
-    for parameter in block.parameters():
-        if parameter.dim() > 1:
-            matrices += parameter.numel()
-            visited += parameter.numel() * chosen // experts if stacks_experts(parameter) else parameter.numel()
+    parameters = [weight for name, weight in block.named_parameters() if LORA not in name]
     heads = _first(config, ("num_attention_heads", "num_heads"))  # the latter of models that have only linear attention
     assert heads is not None
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
@@ -94,12 +93,31 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         num_key_value_heads=kv_heads,
         head_dim=head_dim or config.hidden_size // heads,
         intermediate_size=width,
-        matrix_parameters=visited,
-        other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
-        idle_parameters=matrices - visited,
+        matrices=tuple(_matrix(weight, experts, chosen) for weight in parameters if weight.dim() > 1),
+        vectors=sum(weight.numel() for weight in parameters if weight.dim() == 1),
         scan=scans[0] if scans else None,
         latent=next((_latent(config, layer) for layer in block.modules() if has_latents(layer)), NO_LATENT),
     )
+
+
+def _matrix(weight: torch.Tensor, experts: int, chosen: int) -> Matrix:
+    """Returns a weight as a matrix, or as those of stacked experts; fewer than the router's are those that all tokens use."""
+    if not stacks_experts(weight):
+        return matrix_of(weight)
+    count, rows, columns = weight.shape
+    return Matrix(rows, columns, count, count if count < experts else count * chosen // experts)
+
+
+def matrix_of(weight: torch.Tensor, role: Role = "own") -> Matrix:
+    """Returns a weight as one matrix; scalars and vectors too, and what a sharded model left here no value of."""
+    rows = weight.shape[0] if weight.dim() else 1
+    return Matrix(rows, weight.numel() // max(1, rows), role=role)
+
+
+def _of_source(matrices: Sequence[Matrix], keys: tuple[int, int]) -> tuple[Matrix, ...]:
+    """Gives the K and V matrices [keys, width of the encoder] of a decoder's cross-attention their role, by their size."""
+    found = [number for number, matrix in enumerate(matrices) if (matrix.rows, matrix.columns) == keys][-2:]
+    return tuple(replace(matrix, role="source") if number in found else matrix for number, matrix in enumerate(matrices))
 
 
 def _latent(config: Any, layer: nn.Module) -> Latent:

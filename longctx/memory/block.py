@@ -69,13 +69,13 @@ class BlockMemory:
         self.swapped_keys = self.keys * load.kv_copies
         self.log_sum_exp = self._size(layer.num_attention_heads, FLOAT32)
         # Experts that are split over ranks may get more tokens than their even share.
-        sends_tokens = layer.routed.experts > 0 and config.parallel.expert_parallel_size * self.split > 1
+        sends_tokens = layer.experts > 0 and config.parallel.expert_parallel_size * self.split > 1
         at_once = round(load.tokens * config.parallel.expert_max_load) if sends_tokens else load.tokens
         at_once = min(self.train.mlp_tile_tokens or at_once, at_once)
         in_turns = layer.routed_size or layer.intermediate_size
         self.turn = at_once * in_turns * self.number // self.split
         self.mlp = self.turn + self._size(layer.intermediate_size - in_turns)
-        self.routed = self._size(layer.routed.per_token * spec.hidden_size)
+        self.routed = self._size(layer.experts_per_token * spec.hidden_size)
         self.routed_at_once = at_once * self.routed // max(1, load.tokens)
         self.swapped_share = load.swapped / load.tokens if load.tokens else 0.0
         # The first norm keeps the block's input itself, unless it keeps a copy in float32.
@@ -104,7 +104,7 @@ class BlockMemory:
         yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
         yield Entry("attention", "further norms", self._size(self.layer.attention_norms, self.norm_bytes), NONE)
-        yield Entry("attention", "of adapters", self.tokens * self.layer.adapters.width * self.number, NONE)
+        yield Entry("attention", "of adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
 
     def _cross(self, source: int) -> Iterator[Entry]:
         """Yields what cross-attention keeps: as much as the other attention, but K and V of the source."""
@@ -130,7 +130,7 @@ class BlockMemory:
         yield Entry("mlp", "output of the norm", self.normed, NONE)
         yield Entry("mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES)
         yield Entry("mlp", "activations, and their products with a gate", outputs, NONE)
-        yield Entry("mlp", "logits and scores of the router", self._size(3 * self.layer.routed.experts, FLOAT32), NONE)
+        yield Entry("mlp", "logits and scores of the router", self._size(3 * self.layer.experts, FLOAT32), NONE)
         yield Entry("mlp", "outputs of experts, for the gradients of their weights", self.routed, NONE)
         if not tiled:
             last = self.routed_at_once or self.normed

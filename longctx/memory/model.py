@@ -12,7 +12,7 @@ from longctx.config import Config
 from longctx.memory.block import BlockMemory
 from longctx.memory.kernels import FLOAT32, kernel_workspace, outside_allocator
 from longctx.memory.loads import Load
-from longctx.planning.cost.spec import Adapters, LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, Matrix, ModelSpec
 from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
 from longctx.training.optimizer import state_bytes
@@ -100,9 +100,9 @@ class Weights:
     ) -> None:
         """`layer` is the largest of the blocks `held`, which all count as large."""
         split, expert_ranks = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
-        experts, layers = layer.routed.parameters // split, len(held)
+        experts, layers = layer.expert_parameters // split, len(held)
         matrices = layer.matrix_parameters + layer.idle_parameters
-        whole = matrices // split + layer.other_parameters + layer.adapters.parameters
+        whole = matrices // split + layer.vectors + layer.adapter_parameters
         self.block = whole - experts + experts // expert_ranks
         embedding = spec.vocabulary_parameters // split
         positions = spec.encoder_root_parameters // split if first else 0
@@ -111,24 +111,24 @@ class Weights:
         self.root += positions
         tower, adapters = (spec.tower_parameters, spec.tower_adapters) if first else (0, 0)
         self.all = layers * whole + self.root + tower + adapters
-        self.trained_block = layer.adapters.parameters if spec.adapted else self.block
+        self.trained_block = layer.adapter_parameters if spec.adapted else self.block
         self.trained_root = 0 if spec.adapted else self.root
         self.trained_head = embedding if last and not spec.adapted else 0
         self.trained_tower = spec.trained_tower if first else 0
         self.trained = layers * self.trained_block + self.trained_root + self.trained_tower
         self.updated = self.trained if spec.adapted else self.all - (spec.frozen_tower if first else 0)
-        self.matrices = layers * (layer.adapters.parameters if spec.adapted else matrices // split)
-        matrix = max(layer.intermediate_size * spec.hidden_size, layer.routed.parameters // 3 // expert_ranks)
-        quantized = layer.quantized
-        self.spared = 0 if quantized is None else ELEMENT_BYTES[config.dtype] * quantized.parameters - quantized.bytes
+        self.matrices = layers * (layer.adapter_parameters if spec.adapted else matrices // split)
+        matrix = max(layer.intermediate_size * spec.hidden_size, layer.expert_parameters // 3 // expert_ranks)
+        self.spared = sum(ELEMENT_BYTES[config.dtype] * each.size - (each.stored or 0) for each in layer.quantized)
         self.largest = self.trained_block if spec.adapted else max(embedding, positions, matrix)
 
 
 def _mean(layers: Sequence[LayerSpec]) -> LayerSpec:
     """Returns a block with the mean number of parameters of encoder and decoder, which may differ much."""
-    rows = [(layer.matrix_parameters, layer.other_parameters, *layer.adapters) for layer in layers]
-    matrices, others, *adapters = (sum(column) // len(rows) for column in zip(*rows, strict=True))
-    return replace(layers[-1], matrix_parameters=matrices, other_parameters=others, adapters=Adapters(*adapters))
+    rows = [(layer.matrix_parameters, layer.adapter_parameters, layer.vectors) for layer in layers]
+    matrices, adapters, vectors = (sum(column) // len(rows) for column in zip(*rows, strict=True))
+    sizes = Matrix(1, matrices), Matrix(1, adapters, role="adapter")
+    return replace(layers[-1], matrices=sizes, vectors=vectors)
 
 
 class RankMemory:
@@ -172,7 +172,7 @@ class RankMemory:
         self.kept_kv = 0 if self.recompute == "full" else sum(layer.attends for layer in held) * kept_kv
         self.kept_in_block = kept_kv if self.recompute == "full" else self.kept_kv
         # The largest quantized matrix: float32 values with indices or with the rounded matrix.
-        self.expanded = 0 if self.layer.quantized is None else (FLOAT32 + 2) * self.layer.quantized.largest
+        self.expanded = (FLOAT32 + 2) * max((matrix.size for matrix in self.layer.quantized), default=0)
         self._keep_gradients(ranks)
 
     def _keep_gradients(self, ranks: int) -> None:

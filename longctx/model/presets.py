@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longctx.errors import UserError
-from longctx.planning.cost.spec import LayerSpec, ModelSpec, Routed
+from longctx.planning.cost.spec import LayerSpec, Matrix, ModelSpec
 
 MOST_ENTRIES = (1 << 31) - 1
 """Maximum of vocabulary, positions and windows."""
@@ -129,16 +129,20 @@ def _spec(shape: ModelShape) -> ModelSpec:
     heads = shape.num_attention_heads + shape.num_key_value_heads
     biases = (heads + shape.num_key_value_heads) * shape.head_dim if shape.qkv_bias else 0
     norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.qk_norm else 0)
+    hidden, queries = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    keys = Matrix(shape.num_key_value_heads * shape.head_dim, hidden)
     dense = LayerSpec(
-        hidden_size=shape.hidden_size,
+        hidden_size=hidden,
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         intermediate_size=shape.intermediate_size,
-        matrix_parameters=shape.hidden_size * (2 * shape.head_dim * heads + 3 * shape.intermediate_size),
-        other_parameters=norms + biases,
+        matrices=(
+            *(Matrix(queries, hidden, role="query"), keys, keys, Matrix(hidden, queries)),
+            *_mlp(hidden, shape.intermediate_size),
+        ),
+        vectors=norms + biases,
         attention_norms=heads * shape.head_dim if shape.qk_norm else 0,
-        query_parameters=shape.hidden_size * shape.num_attention_heads * shape.head_dim,
     )
     sparse, every = _with_experts(dense, shape), shape.full_attention_every
     kinds = (sparse if shape.has_experts(layer) else dense for layer in range(shape.num_hidden_layers))
@@ -153,18 +157,22 @@ def _spec(shape: ModelShape) -> ModelSpec:
     )
 
 
+def _mlp(hidden: int, width: int, **experts: Any) -> tuple[Matrix, ...]:
+    """Returns the matrices of a gated MLP, or of experts."""
+    first = Matrix(width, hidden, **experts)
+    return first, first, Matrix(hidden, width, **experts)
+
+
 def _with_experts(dense: LayerSpec, shape: ModelShape) -> LayerSpec:
     """Returns the sizes of a layer with experts instead of its MLP."""
-    of_mlp = 3 * shape.hidden_size
-    chosen = shape.num_experts_per_tok * shape.expert_width
-    visited = of_mlp * (chosen + shape.shared_expert_intermediate_size) + shape.hidden_size * shape.num_experts
-    routed = of_mlp * shape.num_experts * shape.expert_width
+    hidden, shared = shape.hidden_size, shape.shared_expert_intermediate_size
+    chosen, count = shape.num_experts_per_tok, shape.num_experts
+    experts = _mlp(hidden, shape.expert_width, count=count, used=chosen, role="expert")
+    of_all = (Matrix(count, hidden), *(_mlp(hidden, shared) if shared else ()))  # router, and expert of all tokens
     return replace(
         dense,
-        intermediate_size=chosen + shape.shared_expert_intermediate_size,
-        matrix_parameters=dense.matrix_parameters - of_mlp * shape.intermediate_size + visited,
-        idle_parameters=routed - of_mlp * chosen,
-        routed=Routed(shape.num_experts, shape.num_experts_per_tok, routed),
+        intermediate_size=chosen * shape.expert_width + shared,
+        matrices=(*dense.matrices[:4], *of_all, *experts),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from longctx.planning.cost.tower import TowerSpec
@@ -42,28 +43,33 @@ class Scan:
     working: int = 0
 
 
+Role = Literal["own", "query", "source", "expert", "lora_a", "adapter"]
+
+
 @dataclass(frozen=True)
-class Quantized:
-    """Parameters of a block that are kept quantized: their number, the bytes of all, and the number in the largest matrix."""
+class Matrix:
+    """Matrices of one size in a block.
 
-    parameters: int
-    bytes: int
-    largest: int
+    Attributes:
+        rows, columns: values of an output, and of an input.
+        count: how many there are: of experts of a layer, several.
+        used: how many of them multiply a token.
+        role: query: it computes queries while K and V travel; source: it multiplies tokens of the source, for K and V of a
+            decoder's cross-attention; expert: a router chooses it; lora_a, adapter: LoRA's first matrices, and what else is
+            trained beside frozen weights; own: none of these.
+        stored: bytes of each one that is kept quantized; None: it has the dtype of the others.
+    """
 
+    rows: int
+    columns: int
+    count: int = 1
+    used: int = 1
+    role: Role = "own"
+    stored: int | None = None
 
-class Routed(NamedTuple):
-    """Experts of a block that a router chooses: their number, how many a token uses, and the parameters of all of them."""
-
-    experts: int
-    per_token: int
-    parameters: int
-
-
-class Adapters(NamedTuple):
-    """LoRA's matrices in a block: their parameters, and values per token between the two matrices of all (sum of ranks)."""
-
-    parameters: int
-    width: int
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
 
 
 class Latent(NamedTuple):
@@ -77,7 +83,7 @@ class Latent(NamedTuple):
     value_dim: int = 0
 
 
-NOT_ROUTED, NOT_ADAPTED, NO_LATENT = Routed(0, 0, 0), Adapters(0, 0), Latent(0, 0)
+NO_LATENT = Latent(0, 0)
 
 
 @dataclass(frozen=True)
@@ -86,20 +92,14 @@ class LayerSpec:
 
     Attributes:
         hidden_size: width of the residual stream.
-        matrix_parameters: parameters of the matrices that multiply every token.
-        other_parameters: parameters of norms and biases.
-        idle_parameters: parameters of matrices that do not multiply a token: experts that it does not use.
+        intermediate_size: width of the MLP, or of all experts that a token uses.
+        matrices: its matrices, which sums over them count.
+        vectors: parameters of norms and biases.
         window: attention window in tokens, the token itself included; None: no window.
         attention_norms: values per token that norms of heads keep for backward.
-        adapters: LoRA's matrices in it; if it has parameters, all others are frozen.
-        quantized: its frozen parameters that are kept quantized, with adapters; None: none.
-        routed: its experts, whose parameters are part of `matrix_parameters` and `idle_parameters`.
-        query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
-        source_parameters: part of `matrix_parameters` that multiplies tokens of the source: K and V of a decoder's
-            cross-attention; 0 without an encoder.
-        latent: what split documents send of a token of latent attention; `head_dim` is then the mean of keys and values.
         attends: whether it has softmax attention, whose operations and exchange grow with the document.
         scan: its linear attention; None: none.
+        latent: what split documents send of a token of latent attention; `head_dim` is then the mean of keys and values.
     """
 
     hidden_size: int
@@ -107,19 +107,69 @@ class LayerSpec:
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    matrix_parameters: int
-    other_parameters: int
+    matrices: tuple[Matrix, ...]
+    vectors: int
     window: int | None = None
     attention_norms: int = 0
-    idle_parameters: int = 0
-    adapters: Adapters = NOT_ADAPTED
-    quantized: Quantized | None = None
-    query_parameters: int = 0
-    routed: Routed = NOT_ROUTED
     attends: bool = True
     scan: Scan | None = None
-    source_parameters: int = 0
     latent: Latent = NO_LATENT
+
+    def of(self, *roles: Role) -> list[Matrix]:
+        """Returns the matrices with one of these roles."""
+        return [matrix for matrix in self.matrices if matrix.role in roles]
+
+    @cached_property
+    def model_matrices(self) -> list[Matrix]:
+        """The matrices of the model itself, without adapters."""
+        return self.of("own", "query", "source", "expert")
+
+    @cached_property
+    def matrix_parameters(self) -> int:
+        """Parameters of the matrices that multiply every token, without adapters."""
+        return sum(matrix.used * matrix.size for matrix in self.model_matrices)
+
+    @cached_property
+    def idle_parameters(self) -> int:
+        """Parameters of matrices that do not multiply a token: experts that it does not use."""
+        return sum((matrix.count - matrix.used) * matrix.size for matrix in self.model_matrices)
+
+    @cached_property
+    def query_parameters(self) -> int:
+        """Part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first."""
+        return sum(matrix.size for matrix in self.of("query"))
+
+    @cached_property
+    def source_parameters(self) -> int:
+        """Part of `matrix_parameters` that multiplies tokens of the source; 0 without an encoder."""
+        return sum(matrix.size for matrix in self.of("source"))
+
+    @cached_property
+    def adapter_parameters(self) -> int:
+        """Parameters that are trained beside frozen ones: of adapters; if there are any, all others are frozen."""
+        return sum(matrix.size for matrix in self.of("lora_a", "adapter"))
+
+    @property
+    def adapter_width(self) -> int:
+        """Values per token between LoRA's two matrices, of all of them: the sum of ranks."""
+        return sum(matrix.rows for matrix in self.of("lora_a"))
+
+    @property
+    def quantized(self) -> list[Matrix]:
+        return [matrix for matrix in self.matrices if matrix.stored is not None]
+
+    @property
+    def experts(self) -> int:
+        """Number of experts that a router chooses from, whose parameters are in `matrix_parameters` and `idle_parameters`."""
+        return max((matrix.count for matrix in self.of("expert")), default=0)
+
+    @property
+    def experts_per_token(self) -> int:
+        return max((matrix.used for matrix in self.of("expert")), default=0)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        return sum(matrix.count * matrix.size for matrix in self.of("expert"))
 
     def sent_values(self, tensor: int) -> int:
         """Returns the values per token that one of `tensor` tensor-parallel ranks sends to other ranks of a document."""
@@ -128,30 +178,17 @@ class LayerSpec:
     @property
     def routed_size(self) -> int:
         """Part of `intermediate_size` in experts that a router chooses; the rest is a dense MLP, or an expert of all tokens."""
-        return self.routed.per_token * self._expert_width
-
-    @property
-    def _expert_width(self) -> int:
-        return self.routed.parameters // (3 * self.routed.experts * self.hidden_size) if self.routed.experts else 0
+        return max((matrix.used * matrix.size // self.hidden_size for matrix in self.of("expert")), default=0)
 
     @property
     def parameters(self) -> int:
-        return self.matrix_parameters + self.other_parameters + self.idle_parameters + self.adapters.parameters
-
-    @property
-    def matrix_shapes(self) -> list[tuple[int, int, int]]:
-        """Numbers, rows and columns of the matrices of attention and MLP; linear attention's count as those of attention."""
-        attention = [
-            (2, heads * self.head_dim, self.hidden_size) for heads in (self.num_attention_heads, self.num_key_value_heads)
-        ]
-        mlps = [(3, self.intermediate_size - self.routed_size), (3 * self.routed.experts, self._expert_width)]
-        return attention + [(count, self.hidden_size, columns) for count, columns in mlps if count * columns]
+        return self.matrix_parameters + self.vectors + self.idle_parameters + self.adapter_parameters
 
     def multiplications(self, keys: int) -> int:
         """Returns the multiplications for one token that attends to `keys` tokens, without those of norms."""
         seen = 0 if not self.attends else keys if self.window is None else min(keys, self.window)
         scanned = 0 if self.scan is None else int(self.scan.flops.forward) // 2
-        return self.matrix_parameters + self.adapters.parameters + scanned + 2 * seen * self.num_attention_heads * self.head_dim
+        return self.matrix_parameters + self.adapter_parameters + scanned + 2 * seen * self.num_attention_heads * self.head_dim
 
     def attention_flops(self, length: int) -> int:
         """Returns the operations of the forward pass of causal attention over a document of `length` tokens.
@@ -224,7 +261,7 @@ class ModelSpec:
 
     @property
     def adapted(self) -> bool:
-        return self.tower_adapters > 0 or any(layer.adapters.parameters for layer in self.layers)
+        return self.tower_adapters > 0 or any(layer.adapter_parameters for layer in self.layers)
 
     @property
     def trained_parameters(self) -> int:
@@ -252,7 +289,7 @@ class ModelSpec:
     def trained_matrices(self) -> int:
         """Number of parameters with gradients in matrices of blocks."""
         if self.adapted:
-            return sum(layer.adapters.parameters for layer in self.layers)
+            return sum(layer.adapter_parameters for layer in self.layers)
         return sum(layer.matrix_parameters + layer.idle_parameters for layer in self.layers)
 
     @property
@@ -268,7 +305,7 @@ class ModelSpec:
     @property
     def multiplied_parameters(self) -> int:
         """Number of parameters that multiply every token: matrices of the blocks, and the output projection."""
-        in_blocks = sum(layer.matrix_parameters + layer.adapters.parameters for layer in self.layers)
+        in_blocks = sum(layer.matrix_parameters + layer.adapter_parameters for layer in self.layers)
         return in_blocks + self.vocabulary_parameters
 
     @property
@@ -276,7 +313,7 @@ class ModelSpec:
         """What tokens of sources and of targets cost; needs `vocab_size`. Operations of backward count as those of forward."""
         if not self.encoder_layers:
             return EQUAL_PARTS
-        of_layers = [layer.matrix_parameters + layer.adapters.parameters for layer in self.layers]
+        of_layers = [layer.matrix_parameters + layer.adapter_parameters for layer in self.layers]
         # Adapters of K and V of the source are taken to be the same share as of all matrices of a decoder's block.
         blocks = zip(of_layers, self.layers, strict=True)
         crossed = sum(size * layer.source_parameters // layer.matrix_parameters for size, layer in blocks)

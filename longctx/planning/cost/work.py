@@ -93,7 +93,7 @@ def work_of(
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
     hidden_bytes, again = spec.hidden_size * ELEMENT_BYTES[dtype], recompute == "full"
     matrices = sum(layer.matrix_parameters + layer.idle_parameters for layer in layers) + head
-    experts, expert_ranks = sum(layer.routed.parameters for layer in layers), expert * tensor
+    experts, expert_ranks = sum(layer.expert_parameters for layer in layers), expert * tensor
     attending = [layer for layer in layers if layer.attends]
     decoder, share = attending[spec.encoder_layers :], 2 if spec.encoder_layers else 1
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in decoder) / tensor
@@ -175,7 +175,7 @@ def _expert_bytes(layers: Sequence[LayerSpec], hidden_bytes: int, recompute: str
 
     A token's row travels to all its experts and back, in forward, in backward and in a recomputed forward.
     """
-    rows = (4 + 2 * (recompute != "none")) * sum(layer.routed.per_token for layer in layers)
+    rows = (4 + 2 * (recompute != "none")) * sum(layer.experts_per_token for layer in layers)
     return rows * hidden_bytes * (expert_ranks - 1) / expert_ranks
 
 

@@ -205,9 +205,9 @@ def orthogonalisation(shape: tuple[int, int]) -> int:
 
 def work_of_rank(spec: ModelSpec, ranks: int) -> tuple[float, float]:
     """Returns the operations of the updates per rank, and the numbers that it sends, and receives, to compute them."""
-    matrices = [matrix for layer in spec.layers for matrix in layer.matrix_shapes]
-    operations = sum(count * orthogonalisation((rows, columns)) for count, rows, columns in matrices)
-    return operations / ranks, sum(count * rows * columns for count, rows, columns in matrices) / ranks
+    matrices = [matrix for layer in spec.layers for matrix in layer.model_matrices]
+    operations = sum(matrix.count * orthogonalisation((matrix.rows, matrix.columns)) for matrix in matrices)
+    return operations / ranks, sum(matrix.count * matrix.size for matrix in matrices) / ranks
 
 
 def working_bytes(layer: LayerSpec, held: int) -> int:
@@ -215,6 +215,6 @@ def working_bytes(layer: LayerSpec, held: int) -> int:
 
     What is orthogonalised takes less than the gradient that it replaces.
     """
-    largest = max(rows * columns for _, rows, columns in layer.matrix_shapes)
+    largest = max(matrix.size for matrix in layer.model_matrices)
     gathered = min(held, AT_ONCE) + largest
     return torch.bfloat16.itemsize * (4 * gathered + 4 * largest)
