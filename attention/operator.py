@@ -241,7 +241,7 @@ def backward(
     this.expanding = None if expansion == NO_EXPANSION else Expanding(find(expansion), autocast)
     sums, of_rows = list[Tensor](), this.zeros(*rows)
     round_numbers, returning = itertools.count(), list[Iterator[None]]()
-    for received, calls in this.steps(*sent, kept, fetch=not this.call.keep_kv):
+    for received, calls in this.steps(*sent, kept, fetch=not this.ring.keep_kv):
         remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:
             gradients = this.backward(dout, q, k, v, out, lse, received, part)
@@ -253,7 +253,8 @@ def backward(
         if remote is not None:
             sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
             # Each computed round advances the returns by one hop: this hides messages and bounds those in flight.
-            returning = _advanced([this.give_back(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:])), *returning])
+            way_back = this.return_gradients(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:]))
+            returning = _advanced([way_back, *returning])
         del received, remote
     dq, dk, dv = sums or this.zeros(q, k, v)
     if frozen:

@@ -50,11 +50,11 @@ class RingPass:
 
     expanding: Expanding | None = None
 
-    def __init__(self, call: Ring, layer: int, name: str, k: Tensor, v: Tensor) -> None:
-        self.call, self.schedule = call, call.schedule
-        call.last = f"{layer_name(layer)}, {name} pass"
-        self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
-        self.exchange.across, self.exchange.routes = call.across, call.routes
+    def __init__(self, ring: Ring, layer: int, name: str, k: Tensor, v: Tensor) -> None:
+        self.ring, self.schedule = ring, ring.schedule
+        ring.last = f"{layer_name(layer)}, {name} pass"
+        self.exchange = ring.exchange(ring.group, f"micro-batch {ring.schedule.layout.micro_batch}, {ring.last}")
+        self.exchange.across, self.exchange.routes = ring.across, ring.routes
         self.in_flight = 0  # exchanges that were started and not waited for
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()
@@ -62,8 +62,8 @@ class RingPass:
 
     def options(self, q: Tensor) -> Options:
         """Returns the options of a kernel call now."""
-        scale = q.shape[-1] ** -0.5 if self.call.scale is None else self.call.scale
-        return Options(scale, self.call.softcap, self.call.deterministic, overlapped=self.in_flight > 0)
+        scale = q.shape[-1] ** -0.5 if self.ring.scale is None else self.ring.scale
+        return Options(scale, self.ring.softcap, self.ring.deterministic, overlapped=self.in_flight > 0)
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
@@ -113,9 +113,9 @@ class RingPass:
         return self._kernel(q, k, v, segments).backward(dout, q, k, v, out, lse, segments, self.options(q))
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Kernel:
-        call, bands = self.call, self.schedule.bands
-        request = request_of(q, k, v, segments, bands=bands, softcap=bool(call.softcap), deterministic=call.deterministic)
-        return choose_kernel(call.kernel, request)
+        ring, bands = self.ring, self.schedule.bands
+        request = request_of(q, k, v, segments, bands=bands, softcap=bool(ring.softcap), deterministic=ring.deterministic)
+        return choose_kernel(ring.kernel, request)
 
     def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
         """Yields (None, calls on local keys), then for each round (received rows, its calls).
@@ -129,7 +129,7 @@ class RingPass:
             yield from zip(kept.split([round_.received_rows for round_ in rounds]), (s.calls for s in rounds), strict=True)
             return
         kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
-        buffers = kept.split([round_.received_rows for round_ in rounds]) if self.call.keep_kv else [None] * len(rounds)
+        buffers = kept.split([round_.received_rows for round_ in rounds]) if self.ring.keep_kv else [None] * len(rounds)
         under_way = {n: self._fetch(*each, kv) for n, each in enumerate(zip(rounds, buffers, strict=True))}
         two_levels = self.schedule.two_levels
         for number in range(len(rounds) + 1):
@@ -157,7 +157,7 @@ class RingPass:
             self.in_flight -= 1
         yield incoming
 
-    def give_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
+    def return_gradients(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
         """Sends the gradients of a round's received rows back the same way, and adds the returned gradients to dk and dv.
 
         Posts one hop per step: the last hop immediately, the first hop one step later if two hops are possible. Several
