@@ -14,7 +14,7 @@ from longctx.check import PROBES, CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import COUNTED, CUT, GIVEN, LOCAL_POSITIONS, ROW_RESTARTED, SHARD_RESTARTED
 from longctx.check.probe import END
 from longctx.check.trainer import arguments
-from longctx.check.verdict import EXCHANGE, NOT_SHIFTED, OF_OTHERS, ORDER, SAME_DATA, SHIFTED_TWICE
+from longctx.check.verdict import EXCHANGE, NOT_SHIFTED, OF_OTHERS, ORDER, SHIFTED_TWICE
 from tests.trainer_cases import as_rank
 
 Make = Callable[[Probe], Any]
@@ -333,7 +333,7 @@ ON_TWO: dict[str, tuple[Make, Probe, list[str]]] = {
     "half the values of others": (Zigzag("half the values of others"), PLAIN, [EXCHANGE]),
     "positions doubled": (Zigzag("positions doubled"), PLAIN, [GIVEN]),
     "labels reversed": (Zigzag("labels reversed"), PLAIN, ["tokens are predicted from padding", OF_OTHERS]),
-    "the same data on all ranks": (everything, PLAIN, [SAME_DATA]),
+    "the same data on all ranks": (everything, PLAIN, ["all ranks have the same documents"]),
 }
 
 
