@@ -21,6 +21,7 @@ QUICK |= {
     for name in ("ends that the probe has not", "means of micro-batches", "prompts with labels", "no shift", "half a gradient")
 }
 FEW = ("right: longctx, degree 2", "right: by hand", "no exchange", "no gradient of others", "mean of the rank", "not reduced")
+FEW += ("means of micro-batches of all ranks",)
 SETS = {"quick": (1, QUICK), "all": (1, CASES), "quick on two": (2, {name: ON_TWO[name] for name in FEW}), "two": (2, ON_TWO)}
 
 

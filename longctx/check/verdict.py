@@ -129,7 +129,9 @@ EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
     NOT_SHIFTED: lambda f, n, target: target == f.id_after(n, 0),
     "prompts are trained": lambda f, n, target: target == f.id_after(n, 1),
     SHIFTED_TWICE: lambda f, n, target: target == f.id_after(n, 2),
-    "documents end with a token that the probe has not": lambda f, n, target: n >= 0 and target == END not in f.tokens.ids,
+    "documents end with a token that the probe has not": lambda f, n, target: (
+        n >= 0 and target == END and END not in f.tokens.ids
+    ),
     "padding is trained": lambda f, n, target: target == f.tokens.probe.pad,
     "first tokens are predicted from padding": lambda f, n, target: n < 0 and target in f.firsts,
     "tokens are predicted from padding": lambda f, n, target: n < 0,
@@ -256,19 +258,21 @@ def _weights(facts: Facts) -> Iterator[Finding]:
     if facts.even(weight / max(1, facts.count[number + 1]) for (number, _), weight in facts.kept.items()):
         yield Finding("documents are repeated in the step", facts.named(n for n, count in facts.count.items() if count > 1))
         return
+    even = dict[str, list[list[float]]]()
     for name, group_of in MEANS.items():
         groups = defaultdict[object, list[float]](list)
         for (number, _), weight in (facts.kept | facts.extra).items():
             if number >= 0:
                 groups[group_of(facts, number)].append(weight)
         if len(groups) > 1 and all(map(facts.even, groups.values())):
-            if facts.even(map(sum, groups.values())):
-                yield Finding(f"the loss is a mean of means of {name}", f"each of {len(groups)} counts alike")
-            else:
-                firsts = ", ".join(f"{weights[0]:.3g}" for weights in list(groups.values())[:4])
-                yield Finding(f"weights differ by {name}", f"{firsts} times 1/N")
-            return
-    yield Finding("weights of predictions differ", f"from {min(weights):.3g} to {max(weights):.3g} times 1/N")
+            even[name] = list(groups.values())
+    if means := next((name for name, groups in even.items() if facts.even(map(sum, groups))), None):
+        yield Finding(f"the loss is a mean of means of {means}", f"each of {len(even[means])} counts alike")
+    elif even:
+        name, several = next(iter(even.items()))
+        yield Finding(f"weights differ by {name}", f"{', '.join(f'{each[0]:.3g}' for each in several[:4])} times 1/N")
+    else:
+        yield Finding("weights of predictions differ", f"from {min(weights):.3g} to {max(weights):.3g} times 1/N")
 
 
 def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
