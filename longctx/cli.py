@@ -5,8 +5,8 @@
 that help and planning are quick. Two more names are optional:
 
 - `OVERRIDES = True`: settings such as `--batch.tokens_per_rank 4096` are accepted, as `arguments.overrides`.
-- `starts_processes(arguments) -> bool`: `--processes N` is accepted, and where the function returns True, torchrun starts N
-  processes on this machine, which run the same command.
+- `PROCESSES = True`: `--processes N` is accepted, and but for a `--dry-run`, torchrun starts N processes on this machine, which
+  run the same command.
 
 Errors: UserError and OSError (no such file, no permission, no space) are printed without a traceback, and the exit status is 2.
 Any other exception is a bug in longctx or a library, and its traceback is shown.
@@ -114,8 +114,8 @@ def _run(name: str, argv: list[str]) -> int:
     overrides: list[str] = []
     if getattr(module, "OVERRIDES", False):
         argv, overrides = split_overrides(argv)
-    starts_processes = getattr(module, "starts_processes", None)
-    if starts_processes is not None:
+    processes = getattr(module, "PROCESSES", False)
+    if processes:
         parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES_HELP)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -123,7 +123,7 @@ def _run(name: str, argv: list[str]) -> int:
 
         raise UserError(not_taken(unknown, parser, takes_settings=getattr(module, "OVERRIDES", False)))
     arguments.overrides = overrides
-    if starts_processes is not None and arguments.processes is not None and starts_processes(arguments):
+    if processes and arguments.processes is not None and not getattr(arguments, "dry_run", False):
         from longctx.parallel.launch import launch, launches
 
         if launches(arguments.processes):

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from longctx.check import PROBES, CheckError, Probe, Step, check_step, record
-from longctx.check.contexts import COUNTED, CUT, GIVEN, LOCAL_POSITIONS, ROW_RESTARTED, SHARD_RESTARTED
+from longctx.check.contexts import COUNTED, CUT, GIVEN, LOCAL_POSITIONS, RANK_ROW, ROW_RESTARTED, SHARD_RESTARTED
 from longctx.check.probe import END
 from longctx.check.trainer import arguments
-from longctx.check.verdict import EXCHANGE, NOT_SHIFTED, OF_OTHERS, ORDER, SAME_DATA, SHIFTED_TWICE
+from longctx.check.verdict import EXCHANGE, NOT_SHIFTED, OF_OTHERS, ORDER, SHIFTED_TWICE
 from tests.trainer_cases import as_rank
 
 Make = Callable[[Probe], Any]
@@ -63,6 +63,44 @@ def entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1, **more: 
 def by_row(logits: torch.Tensor, labels: torch.Tensor, _: int) -> torch.Tensor:
     rows = [entropy(logits[n : n + 1], labels[n : n + 1]) for n in range(len(labels)) if (labels[n, 1:] >= 0).any()]
     return torch.stack(rows).mean()
+
+
+def by_document(logits: torch.Tensor, labels: torch.Tensor, _: int) -> torch.Tensor:
+    """Of one row, in which a first token has no label."""
+    losses, document = entropy(logits, labels, reduction="none"), (labels < 0).cumsum(1)[0, 1:]
+    several = [document == number for number in document.unique() if (labels[0, 1:][document == number] >= 0).any()]
+    return torch.stack([losses[own].sum() / (labels[0, 1:][own] >= 0).sum() for own in several]).mean()
+
+
+def of_all_ranks(logits: torch.Tensor, labels: torch.Tensor, accumulation: int) -> torch.Tensor:
+    """The mean of a micro-batch over all ranks; DDP divides by ranks."""
+    count = (labels[:, 1:] >= 0).sum()
+    dist.all_reduce(count)
+    return entropy(logits, labels, reduction="sum") / count * dist.get_world_size() / accumulation
+
+
+def masked(probe: Probe, sees: Callable[..., torch.Tensor]) -> Any:
+    """A trainer on one row with a mask: `sees(query, key, document of the query, document of the key)`, by their places."""
+
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
+        labels = torch.tensor([[label for row in rows for label in (-100, *row["labels"][1:])]])
+        places = torch.tensor([[at for row in rows for at in range(len(row["labels"]))]])
+        row, document = torch.arange(ids.shape[1]), (places[0] == 0).cumsum(0)
+        seen = sees(row[:, None], row, document[:, None], document)
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+        return {"input_ids": ids, "labels": labels, "position_ids": places, "attention_mask": mask}
+
+    return trainer(probe, "llama", collate)
+
+
+def sees_next(query: Any, key: Any, own: Any, other: Any) -> Any:
+    return (key <= query + 1) & (own == other)
+
+
+def sees_half(query: Any, key: Any, own: Any, other: Any) -> Any:
+    """Every other token of the row's first document is seen by all others."""
+    return (key <= query) & ((own == other) | ((other == 1) & (key % 2 == 0)))
 
 
 def with_adapters(probe: Probe) -> Any:
@@ -146,7 +184,7 @@ class Zigzag:
         place, document = self.shard(self.places), self.shard(self.documents)
         ranks = range(dist.get_world_size())
         their_places, their_documents = place, document
-        if self.fault != "no exchange":
+        if "no exchange" not in self.fault:
             ks, vs = (list(all_gather(rows.contiguous())) for rows in (k, v))
             if self.fault == "no gradient of others":
                 ks, vs = ([each if n == dist.get_rank() else each.detach() for n, each in enumerate(rows)] for rows in (ks, vs))
@@ -159,7 +197,7 @@ class Zigzag:
                 torch.cat([self.shard(whole, rank) for rank in ranks]) for whole in (self.places, self.documents)
             )
         seen = their_places <= place[:, None]
-        if self.fault != "documents mixed":
+        if "documents mixed" not in self.fault:
             seen = seen & (their_documents == document[:, None])
         k, v = (rows.repeat_interleave(module.num_key_value_groups, 1) for rows in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)
@@ -265,6 +303,12 @@ def own(probe: Probe, loss: Any) -> Any:
     return trainer(probe, loss=loss)
 
 
+def flattened_by_document(probe: Probe) -> Any:
+    from transformers import DataCollatorWithFlattening
+
+    return trainer(probe, collator=DataCollatorWithFlattening(), loss=by_document)
+
+
 def twice(logits: Any, labels: Any, _: int) -> Any:
     return entropy(logits, labels, shift=2)
 
@@ -306,6 +350,9 @@ CASES: dict[str, tuple[Make, Probe, list[str]]] = {
     "a document twice": (repeated, PLAIN, ["documents are repeated in the step"]),
     "means of micro-batches": (partial(own, loss=mean), SEVERAL, ["the loss is a mean of means of micro-batches"]),
     "means of rows": (partial(own, loss=by_row), PLAIN, ["the loss is a mean of means of rows"]),
+    "means of documents": (flattened_by_document, PLAIN, ["the loss is a mean of means of documents"]),
+    "the next token is seen": (partial(masked, sees=sees_next), PLAIN, ["tokens see the one after them, which they predict"]),
+    "half a document is seen": (partial(masked, sees=sees_half), PLAIN, ["documents of a row are mixed"]),
     "a sum": (partial(own, loss=total), PLAIN, ["the loss has a wrong scale"]),
     "no shift": (partial(own, loss=unshifted), PLAIN, [NOT_SHIFTED]),
     "two shifts": (partial(own, loss=twice), PLAIN, [SHIFTED_TWICE]),
@@ -323,6 +370,12 @@ ON_TWO: dict[str, tuple[Make, Probe, list[str]]] = {
     "right: longctx, degree 2": (partial(ours, mode="static", degree=2, tokens_per_rank=200), ENDS, []),
     "right: by hand": (Zigzag(), PROMPTS, []),
     "no exchange": (Zigzag("no exchange"), PLAIN, [SHARD_RESTARTED]),
+    "no exchange, documents mixed": (Zigzag("no exchange, documents mixed"), PLAIN, [RANK_ROW]),
+    "means of micro-batches of all ranks": (
+        partial(own, loss=of_all_ranks),
+        SEVERAL,
+        ["the loss is a mean of means of micro-batches of all ranks"],
+    ),
     "documents mixed": (Zigzag("documents mixed"), PROMPTS, [ROW_RESTARTED]),
     "positions of the shard": (Zigzag("positions of the shard"), PLAIN, [LOCAL_POSITIONS]),
     "no gradient of others": (Zigzag("no gradient of others"), PLAIN, ["the backward pass is wrong"]),
@@ -333,7 +386,7 @@ ON_TWO: dict[str, tuple[Make, Probe, list[str]]] = {
     "half the values of others": (Zigzag("half the values of others"), PLAIN, [EXCHANGE]),
     "positions doubled": (Zigzag("positions doubled"), PLAIN, [GIVEN]),
     "labels reversed": (Zigzag("labels reversed"), PLAIN, ["tokens are predicted from padding", OF_OTHERS]),
-    "the same data on all ranks": (everything, PLAIN, [SAME_DATA]),
+    "the same data on all ranks": (everything, PLAIN, ["all ranks have the same documents"]),
 }
 
 

@@ -1,7 +1,6 @@
 """Loops of examples/check_loops.py are right, a fault in each is named, and the pytest plugin says so."""
 
 import runpy
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,8 @@ def test_packing(probe):
     return Trainer(probe.model("gpt_oss"), args, DataCollatorWithFlattening(), probe.rows)
 
 @pytest.mark.check_step(allow=["documents see each other"], probes=["few documents"])
-def test_allowed(probe):
+def test_allowed(probe, tmp_path):
+    assert tmp_path.is_dir(), "fixtures are given"
     return test_packing(probe)
 
 @pytest.mark.check_step(probes=["few documents"])
@@ -59,10 +59,10 @@ def test_no_trainer(probe):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_marked_function_is_a_check(pytester: pytest.Pytester, processes: int) -> None:
-    for module in ("trainer", "models.gpt_oss.modeling_gpt_oss"):  # a run in this process forgets what it imports
-        import_module(f"transformers.{module}")
-    pytester.makepyfile(MARKED.replace("{}", str(processes)))
+def test_a_marked_function_is_a_check(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    # A run in this process would forget what it imports, and transformers cannot be imported twice.
+    monkeypatch.setattr("_pytest.pytester.SysModulesSnapshot.restore", lambda snapshot: None)
+    pytester.makepyfile(**{f"test_on_{processes}": MARKED.replace("{}", str(processes))})
     result = pytester.runpytest_inprocess("-p", "longctx.check.pytest_plugin", "--strict-markers", "-p", "no:xdist")
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["few documents: documents see each other*, tokens of document 1 see document 0"])

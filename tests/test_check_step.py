@@ -8,6 +8,7 @@ import torch
 
 from longctx.check import CheckError, Probe, Step, check_step, record
 from longctx.check.contexts import ROW_RESTARTED
+from longctx.check.probe import Tokens
 from longctx.check.record import gather
 from longctx.cli import main
 from tests.check_cases import CASES, ON_TWO, SHORT, Make, faults, of_type, trainer
@@ -20,6 +21,7 @@ QUICK |= {
     for name in ("ends that the probe has not", "means of micro-batches", "prompts with labels", "no shift", "half a gradient")
 }
 FEW = ("right: longctx, degree 2", "right: by hand", "no exchange", "no gradient of others", "mean of the rank", "not reduced")
+FEW += ("means of micro-batches of all ranks",)
 SETS = {"quick": (1, QUICK), "all": (1, CASES), "quick on two": (2, {name: ON_TWO[name] for name in FEW}), "two": (2, ON_TWO)}
 
 
@@ -76,8 +78,19 @@ def test_workers_of_a_loader_are_left_out() -> None:
 
 def test_positions_of_whole_rows_are_no_place_in_a_part() -> None:
     """A model of ms-swift gets whole rows of positions, and splits both over ranks."""
-    ids, positions = torch.tensor([[2, 3, 4]]), torch.arange(6)[None]
-    assert [call.positions for call in gather(Step(torch.nn.Module(), {}, [ids], positions=[positions])).calls] == [[]]
+    step = Step(torch.nn.Module(), {}, [torch.tensor([[2, 3, 4]])], positions=[torch.arange(6)[None]])
+    assert [row.positions for row in gather(step, Tokens(SHORT)).calls] == [[]]
+
+
+def test_a_step_on_other_data_has_no_known_fault() -> None:
+    def make(probe: Probe) -> Step:
+        model = probe.model()
+        with record(model) as seen:
+            model(torch.full((1, 4), probe.pad)).logits.sum().backward()
+            return seen.step()
+
+    report = check_step(make, [SHORT])
+    assert report.status == 2 and "no token of the probe was in a call of the model" in report.lines()[0]
 
 
 def test_autocast_is_refused() -> None:

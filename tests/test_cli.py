@@ -142,7 +142,7 @@ def test_user_errors_have_no_traceback(
     assert (captured.out, captured.err) == ("", message)
 
 
-@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [2.0])])
+@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [10.0])])
 def test_rank_0_tells_an_error_of_all_ranks_first(
     command: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rank: str | None, waits: list[float]
 ) -> None:

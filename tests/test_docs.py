@@ -113,7 +113,7 @@ def files_of(*folders: str) -> list[Path]:
 def options_of(command: str) -> set[str]:
     parser, module = argparse.ArgumentParser(), cli._module(command)
     module.add_arguments(parser)
-    return {*parser._option_string_actions, *(["--processes"] if hasattr(module, "starts_processes") else [])}
+    return {*parser._option_string_actions, *(["--processes"] if hasattr(module, "PROCESSES") else [])}
 
 
 def test_every_mention_of_a_command_exists() -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ import pytest
 import yaml
 
 from longctx.cli import main
-from longctx.commands.output import GRACE_S, said_once
-from longctx.errors import UserError
-from longctx.parallel.environment import Launch
 from tests.training_cases import SMALL, make_store
 
 
@@ -150,12 +146,3 @@ def test_a_process_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch,
     assert "--processes is 2, but torchrun started 4 on this machine" in capsys.readouterr().err
     assert main(["train", "nowhere.yaml", "--processes", "4"]) == 2
     assert "configuration file nowhere.yaml not found" in capsys.readouterr().err
-
-
-def test_a_mistake_of_one_process_is_printed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    for local_rank in (0, 1):
-        with pytest.raises(UserError, match="no room"), said_once(Launch(local_rank, local_rank, 2, 2)):
-            raise UserError("no room")
-    assert waited == [GRACE_S], "rank 0 is the first to print"

@@ -2,7 +2,7 @@
 
 from longctx.check.probe import PROBES, Probe
 from longctx.check.record import CheckError, Step, record
-from longctx.check.step import Report, check_step
-from longctx.check.verdict import Finding, Verdict
+from longctx.check.step import Report, Verdict, check_step
+from longctx.check.verdict import Finding
 
 __all__ = ["PROBES", "CheckError", "Finding", "Probe", "Report", "Step", "Verdict", "check_step", "record"]

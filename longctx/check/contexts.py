@@ -1,12 +1,10 @@
 """Contexts: what each token may have seen in forward, as sequences that the reference runs one after the other."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from longctx.check.probe import Tokens
 from longctx.check.record import Record
 
 Sight = Literal["causal", "no padding", "both", "next", "no window"]
@@ -14,8 +12,7 @@ Sight = Literal["causal", "no padding", "both", "next", "no window"]
 ones beyond windows."""
 
 
-@dataclass(frozen=True)
-class Sequence:
+class Sequence(NamedTuple):
     """Tokens that see each other, by their numbers in a probe (-1: padding), and their positions."""
 
     numbers: tuple[int, ...]
@@ -23,9 +20,8 @@ class Sequence:
     sight: Sight = "causal"
 
 
-@dataclass(frozen=True)
-class Context:
-    """A way in which attention may have seen the documents: a fault but for the first."""
+class Context(NamedTuple):
+    """A way in which attention may have seen the documents: a fault but for APART."""
 
     name: str
     sequences: tuple[Sequence, ...]
@@ -35,12 +31,7 @@ APART = "documents apart"
 CUT = "documents are cut: their later parts do not see the earlier ones"
 ROW = "documents see each other"
 ROW_RESTARTED = "documents see each other, though positions begin anew with each"
-PADDED = "padding is seen"
 COUNTED = "positions count the padding before documents"
-RUN_ON = "positions run on from one document to the next"
-BOTH = "attention is not causal"
-NEXT = "tokens see the one after them, which they predict"
-WIDE = "sliding windows are ignored"
 SHARD = "ranks see only their own part of a document"
 SHARD_RESTARTED = "ranks see only their own part of a document, with positions that begin anew"
 RANK_ROW = "a rank's tokens see each other, whatever their document, and none of other ranks"
@@ -48,89 +39,76 @@ LOCAL_POSITIONS = "positions begin anew on every rank"
 GIVEN = "positions are wrong"
 
 
-def contexts(record: Record, tokens: Tokens, windows: bool) -> list[Context]:
+def contexts(record: Record, windows: bool) -> list[Context]:
     """Returns the contexts of a step, no two of them alike; the first one is right."""
-    calls = [tokens.numbers(call.ids) for call in record.calls]
-    rows = [tokens.numbers(row) for row in record.rows]
-    documents = [[*tokens.of(document)] for document in sorted({tokens.document[n] for row in calls for n in row if n >= 0})]
-    split, place = _is_split(record, tokens), tokens.place
+    tokens, place = record.tokens, record.tokens.place
+    calls, rows = ([row.numbers for row in each] for each in (record.calls, record.rows))
+    documents, split = [[*tokens.of(document)] for document in record.documents], _is_split(record)
     cut, shard, mixed = (SHARD_RESTARTED, SHARD, RANK_ROW) if split else (CUT, CUT, ROW)
-    pieces = [piece for row in calls for piece in pieces_of(row, tokens)]
-    alone = [row for row in calls if -1 in row and len({tokens.document[number] for number in row if number >= 0}) == 1]
-    alone += [document for document in documents if document not in (_real(row) for row in alone)]
-    padding = [[-1] * len(list(run)) for row in calls for real, run in groupby(row, lambda n: n >= 0) if not real]
     padded = any(row and row[0] < 0 for row in rows)
-    given = {n: at for call, row in zip(record.calls, calls, strict=True) for n, at in zip(row, call.positions, strict=False)}
+    pieces = [piece for row in calls for piece in tokens.pieces(row)]
+    alone = [row for row in calls if -1 in row and len({tokens.document[number] for number in _real(row)}) == 1]
+    alone += [document for document in documents if document not in map(_real, alone)]
+    padding = [[-1] * len(list(run)) for row in calls for real, run in groupby(row, lambda n: n >= 0) if not real]
+    whole, parts = ([_real(row) for row in each] for each in (rows, calls))
+    in_row = {number: position for row in rows for position, number in enumerate(row)}
+    in_call = {number: position for row in calls for position, number in enumerate(row)}
+    given = {n: at for row in record.calls for n, at in zip(row.numbers, row.positions, strict=False)}
+
+    def own(row: list[int]) -> Iterable[int]:
+        return [place[number] if number >= 0 else at for at, number in enumerate(row)]
+
+    def counted(row: list[int]) -> Iterable[int]:
+        return range(len(row))
+
+    def run_on(row: list[int]) -> Iterable[int]:
+        """Positions in the row that holds a document whole."""
+        first = in_row.get(row[0], 0)
+        held_whole = [in_row.get(number) for number in row] == [*range(first, first + len(row))]
+        return range(first, first + len(row)) if held_whole else range(len(row))
+
     made = [
-        Context(APART, _sequences(documents, lambda row: [place[n] for n in row])),
-        Context(
-            APART, _sequences([*documents, *padding], lambda row: [place[n] if n >= 0 else at for at, n in enumerate(row)])
-        ),
-        Context(COUNTED if padded else APART, _sequences(alone, lambda row: range(len(row)), "no padding")),
-        Context(cut, _sequences(pieces, lambda row: range(len(row)))),
-        Context(shard, _sequences(pieces, lambda row: [place[n] for n in row])),
-        Context(ROW, _sequences(map(_real, rows), lambda row: range(len(row)))),
-        Context(ROW_RESTARTED, _sequences(map(_real, rows), lambda row: [place[n] for n in row])),
-        Context(mixed, _sequences(map(_real, calls), lambda row: [place[n] for n in row])),
-        Context(mixed, _sequences(map(_real, calls), lambda row: range(len(row)))),
-        Context(RUN_ON, tuple(_run_on(documents, rows))),
-        Context(BOTH, _sequences(documents, lambda row: range(len(row)), "both")),
-        Context(NEXT, _sequences(documents, lambda row: range(len(row)), "next")),
+        _context(APART, documents, own),
+        _context(APART, [*documents, *padding], own),
+        _context(COUNTED if padded else APART, alone, counted, "no padding"),
+        _context(cut, pieces, counted),
+        _context(shard, pieces, own),
+        _context(ROW, whole, counted),
+        _context(ROW_RESTARTED, whole, own),
+        _context(mixed, parts, own),
+        _context(mixed, parts, counted),
+        _context("positions run on from one document to the next", documents, run_on),
+        _context("attention is not causal", documents, own, "both"),
+        _context("tokens see the one after them, which they predict", documents, own, "next"),
+        _context("padding is seen", rows if padded else [], counted),
+        _context(LOCAL_POSITIONS, documents if split else [], lambda row: [in_call.get(n, place[n]) for n in row]),
+        _context(GIVEN, documents, lambda row: [given.get(n, place[n]) for n in row]),
+        _context("sliding windows are ignored", documents if windows else [], own, "no window"),
     ]
-    if padded:
-        made.append(Context(PADDED, _sequences(rows, lambda row: range(len(row)))))
-    if split:
-        here = {number: position for row in calls for position, number in enumerate(row)}
-        made.append(Context(LOCAL_POSITIONS, _sequences(documents, lambda row: [here.get(n, place[n]) for n in row])))
-    made.append(Context(GIVEN, _sequences(documents, lambda row: [given.get(n, place[n]) for n in row])))
-    if windows:
-        made.append(Context(WIDE, _sequences(documents, lambda row: range(len(row)), "no window")))
     found: dict[tuple[Sequence, ...], Context] = {}
     for context in made:
         found.setdefault(context.sequences, context)
-    return list(found.values())
+    return [context for context in found.values() if context.sequences]
 
 
-def _is_split(record: Record, tokens: Tokens) -> bool:
-    """Returns whether ranks hold parts of a document that batches, or else calls of one number, have whole."""
-    if record.batched and {tuple(call.ids) for call in record.calls} <= set(map(tuple, record.rows)):
-        return False
-    together = defaultdict[object, set[tuple[int, int]]](set)
-    for call in record.calls:
-        for number in tokens.numbers(call.ids):
-            if number >= 0:
-                together[call.number, tokens.document[number]].add((number, call.rank))
-    parts = [held for held in together.values() if len({rank for _, rank in held}) > 1]
-    return any(len({number for number, _ in held}) == len(held) for held in parts)
-
-
-def pieces_of(row: Iterable[int], tokens: Tokens) -> Iterator[list[int]]:
-    """Yields the runs of consecutive tokens of one document."""
-    piece: list[int] = []
-    for number in row:
-        if piece and tokens.next(piece[-1]) != number:
-            yield piece
-            piece = []
-        if number >= 0:
-            piece.append(number)
-    if piece:
-        yield piece
+def _context(
+    name: str, rows: Iterable[list[int]], positions: Callable[[list[int]], Iterable[int]], sight: Sight = "causal"
+) -> Context:
+    sequences = (Sequence(tuple(row), tuple(positions(row)), sight) for row in rows if row)
+    return Context(name, tuple(dict.fromkeys(sequences)))
 
 
 def _real(row: list[int]) -> list[int]:
     return [number for number in row if number >= 0]
 
 
-def _sequences(
-    rows: Iterable[list[int]], positions: Callable[[list[int]], Iterable[int]], sight: Sight = "causal"
-) -> tuple[Sequence, ...]:
-    return tuple(dict.fromkeys(Sequence(tuple(row), tuple(positions(row)), sight) for row in rows if row))
-
-
-def _run_on(documents: list[list[int]], rows: list[list[int]]) -> Iterator[Sequence]:
-    """Documents at their positions in the row that holds them whole."""
-    at = {number: position for row in rows for position, number in enumerate(row)}
-    for document in documents:
-        first = at.get(document[0], 0)
-        together = [at.get(number) for number in document] == list(range(first, first + len(document)))
-        yield Sequence(tuple(document), tuple(range(first, first + len(document)) if together else range(len(document))))
+def _is_split(record: Record) -> bool:
+    """Returns whether ranks hold parts of a document that batches, or else calls of one number, have whole."""
+    if record.batched and {tuple(call.ids) for call in record.calls} <= {tuple(row.ids) for row in record.rows}:
+        return False
+    together = defaultdict[object, set[tuple[int, int]]](set)
+    for row in record.calls:
+        for number in _real(row.numbers):
+            together[row.call, record.tokens.document[number]].add((number, row.rank))
+    parts = [held for held in together.values() if len({rank for _, rank in held}) > 1]
+    return any(len({number for number, _ in held}) == len(held) for held in parts)

@@ -1,6 +1,6 @@
 """Probes: documents whose every token names its document and its place, so that ids alone tell what a step did with them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,19 @@ PAD, END, FIRST = 0, 1, 2
 """Ids of padding and of the end of a text, and the first id of documents. No other id occurs twice."""
 LENGTHS = (1, 2, 37, 61, 5, 18, 29, 7, 3, 44, 11, 23)
 """Of documents by default: no two alike, so that means of documents, rows or micro-batches differ from the mean of tokens."""
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": END,
+    "tie_word_embeddings": False,  # an output layer of its own tells forward from backward
+}
+"""Of models."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +79,8 @@ class Probe:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        given: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-        }
-        given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-        given |= {"max_position_embeddings": 512, "pad_token_id": self.pad, "bos_token_id": None, "eos_token_id": END}
-        given["tie_word_embeddings"] = False  # an output layer of its own tells forward from backward
-        config = AutoConfig.for_model(kind, **(given | sizes))
+        given: dict[str, Any] = SIZES | {"vocab_size": self.vocab_size, "pad_token_id": self.pad} | sizes
+        config = AutoConfig.for_model(kind, **given)
         for name, value in vars(config).items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in sizes:
                 setattr(config, name, 0.0)
@@ -106,40 +111,42 @@ def named(names: Sequence[str]) -> list[Probe]:
 
 
 class Tokens:
-    """Which tokens of a probe stand in rows of token ids. Tokens are numbered document after document; padding is -1."""
+    """The tokens of a probe, numbered document after document; padding is -1."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
         self.ids = [token for ids in probe.documents for token in ids]
         self.document = [number for number, ids in enumerate(probe.documents) for _ in ids]
         self.place = [at for ids in probe.documents for at in range(len(ids))]
-        self._number = {token: number for number, token in enumerate(self.ids) if token != END}
-
-    def __len__(self) -> int:
-        return len(self.ids)
+        self.number = {token: number for number, token in enumerate(self.ids) if token != END}
 
     def of(self, document: int) -> range:
         """Returns the numbers of a document's tokens."""
         first = self.document.index(document)
         return range(first, first + self.probe.lengths[document])
 
-    def before(self, token: int) -> int:
-        """Returns the number of the token before an id in its document; -1 before the first, and before padding."""
-        number = self._number.get(token, 0)
-        return number - 1 if self.place[number] else -1
-
-    def next(self, number: int) -> int | None:
-        """Returns the token after another of its document; None after the last."""
-        after = number + 1
-        return after if after < len(self) and self.document[after] == self.document[number] else None
+    def next(self, number: int, by: int = 1) -> int | None:
+        """Returns the token after another one of its document, or so many after it; None beyond the last."""
+        after = number + by
+        return after if after < len(self.ids) and self.document[after] == self.document[number] else None
 
     def numbers(self, row: Sequence[int]) -> list[int]:
-        """Returns the numbers of the tokens of a row. An END after the last token but one of a document is its end."""
+        """Returns the numbers of a row of ids. An END is that of the document whose last token but one precedes it."""
         found: list[int] = []
         for token in row:
-            number = self._number.get(token, -1)
+            number = self.number.get(token, -1)
             if token == END and found and found[-1] >= 0:
                 after = self.next(found[-1])
                 number = after if after is not None and self.ids[after] == END else -1
             found.append(number)
         return found
+
+    def pieces(self, row: Sequence[int]) -> Iterator[list[int]]:
+        """Yields the runs of consecutive tokens of one document in a row of numbers."""
+        piece: list[int] = []
+        for number in (*row, -1):
+            if piece and self.next(piece[-1]) != number:
+                yield piece
+                piece = []
+            if number >= 0:
+                piece.append(number)

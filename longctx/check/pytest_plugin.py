@@ -10,17 +10,14 @@ def test_my_trainer(probe):
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from longctx.errors import UserError
 
-MARK = "check_step"
 MEANING = (
-    f"{MARK}(processes=1, allow=(), probes=()): longctx checks the step of the trainer that the function makes from a probe"
+    "check_step(processes=1, allow=(), probes=()): longctx checks the step of the trainer that the function makes from a probe"
 )
 
 
@@ -28,54 +25,42 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MEANING)
 
 
-def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> pytest.Item | None:
-    """Makes a check of a function of a module with the mark."""
-    marks = [mark for mark in getattr(obj, "pytestmark", ()) if mark.name == MARK]
-    if not marks or not isinstance(collector, pytest.Module):
+@pytest.fixture
+def probe() -> None:
+    """Takes the place of the probes, one after another, with which a marked function is called."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("check_step"):
+        if mark.args or (unknown := sorted(mark.kwargs.keys() - {"processes", "allow", "probes"})):
+            what = f"{mark.args[0]!r} without a name" if mark.args else unknown[0]
+            pytest.fail(f"{item.name} is marked with {what}, which check_step does not take: {MEANING}", pytrace=False)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Checks the step of a marked function; on several processes the command checks the same function."""
+    mark = pyfuncitem.get_closest_marker("check_step")
+    if mark is None:
         return None
-    if marks[0].args or (unknown := sorted(marks[0].kwargs.keys() - {"processes", "allow", "probes"})):
-        what = f"{marks[0].args[0]!r} without a name" if marks[0].args else unknown[0]
-        raise collector.CollectError(f"{name} is marked with {what}, which {MARK} does not take: {MEANING}")
-    item: StepItem = StepItem.from_parent(collector, name=name, make=obj, **marks[0].kwargs)
-    item.own_markers += obj.pytestmark
-    item.keywords.update({mark.name: mark for mark in obj.pytestmark})
-    return item
+    if wrong := _wrong(pyfuncitem, **mark.kwargs):
+        pytest.fail(wrong, pytrace=False)
+    return True
 
 
-class StepItem(pytest.Item):
-    """A check of one step on all probes; on several processes it is the command's, of the same function."""
+def _wrong(item: pytest.Function, processes: int = 1, allow: Sequence[str] = (), probes: Sequence[str] = ()) -> str:
+    """Returns what is wrong with the step, or why it is refused."""
+    if processes == 1:
+        from longctx.check import check_step
+        from longctx.check.probe import named
 
-    def __init__(
-        self,
-        *,
-        make: Callable[[Any], Any],
-        processes: int = 1,
-        allow: Sequence[str] = (),
-        probes: Sequence[str] = (),
-        **given: Any,
-    ) -> None:
-        super().__init__(**given)
-        self.make, self.processes, self.allow, self.probes = make, processes, allow, probes
-
-    def runtest(self) -> None:
-        if self.processes == 1:
-            from longctx.check import check_step
-            from longctx.check.probe import named
-
-            check_step(self.make, named(self.probes), self.allow).raise_if_wrong()
-            return
-        command = [sys.executable, "-m", "longctx", "check-step", str(self.path), "--make", self.name]
-        command += ["--processes", str(self.processes), *(f"--allow={kind}" for kind in self.allow)]
-        command += [f"--probe={name}" for name in self.probes]
-        paths = os.pathsep.join(path for path in sys.path if path)  # modules beside the test are imported as here
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths})
-        if done.returncode:
-            raise AssertionError(done.stdout if done.returncode < 3 and done.stdout else done.stderr)
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        ours = Path(excinfo.traceback[-1].path).is_relative_to(Path(__file__).parent)
-        told = ours and isinstance(excinfo.value, AssertionError | UserError)
-        return str(excinfo.value) if told else super().repr_failure(excinfo)
-
-    def reportinfo(self) -> tuple[os.PathLike[str], int, str]:
-        return self.path, self.make.__code__.co_firstlineno, self.name
+        given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+        try:
+            report = check_step(lambda each: item.obj(**given | {"probe": each}), named(probes), allow)
+        except UserError as error:
+            return str(error)
+        return "\n".join(report.lines()) if report.status else ""
+    command = [sys.executable, "-m", "longctx", "check-step", str(item.path), "--make", item.originalname]
+    command += ["--processes", str(processes), *(f"--allow={kind}" for kind in allow), *(f"--probe={name}" for name in probes)]
+    paths = os.pathsep.join(path for path in sys.path if path)  # modules beside the test are imported as here
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths})
+    return "" if not done.returncode else done.stdout if done.returncode < 3 and done.stdout else done.stderr

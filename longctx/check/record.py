@@ -6,16 +6,16 @@ with record(model) as seen:                  # of transformers, or its PEFT mode
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from longctx.check.probe import Tokens
 from longctx.errors import UserError
 
 Tensors = dict[str, torch.Tensor]
@@ -150,72 +150,87 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (full() if full is not None else tensor).detach().clone()
 
 
-@dataclass
-class Call:
-    """One row of a call of the model: its rank, the call's number on it, token ids and, if they were given, positions."""
+class Row(NamedTuple):
+    """A row of token ids: their numbers in the probe, its rank, its call on it, and positions if the call was given some."""
 
-    rank: int
-    number: int
     ids: list[int]
+    numbers: list[int]
+    rank: int
+    call: int
     positions: list[int]
 
 
 @dataclass
 class Record:
-    """A step of all ranks: the same everywhere.
+    """A step of all ranks on a probe's tokens: the same everywhere.
 
     Attributes:
         gradients: float64, mean of the ranks'.
         apart: names of parameters whose gradients differ between ranks, with the largest difference relative to the mean.
-        calls: rows of all ranks.
-        rows: token ids of batches before they were split, if `batched`, or of calls.
+        calls: rows of all calls.
+        rows: rows of batches before they were split over ranks, if `batched`; else those of calls.
         loss, norm: as a rank logged them.
     """
 
+    tokens: Tokens
     reference: nn.Module
     ranks: int
     gradients: Tensors
     apart: dict[str, float]
-    calls: list[Call]
-    rows: list[list[int]]
+    calls: list[Row]
+    rows: list[Row]
     batched: bool
     loss: float | None
     norm: float | None
 
+    @property
+    def documents(self) -> list[int]:
+        """Documents with a token in a call."""
+        return sorted({self.tokens.document[number] for row in self.calls for number in row.numbers if number >= 0})
 
-def gather(step: Step) -> Record:
+
+def gather(step: Step, tokens: Tokens) -> Record:
     """Returns the steps of all ranks as one. Collective if there is a process group."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    places = step.positions if len(step.positions) == len(step.calls) else ()
-    calls = list[Call]()
-    for number, (call, positions) in enumerate(zip_longest(step.calls, places)):
-        if positions is None or positions.shape[-1] != call.shape[-1]:  # the model split the ids itself
-            given: Iterable[list[int]] = repeat([])
-        else:
-            given = _rows(positions.expand(call.shape))
-        calls += [Call(rank, number, ids, at) for ids, at in zip(_rows(call), given, strict=False)]
-    rows = [row for batch in step.rows for row in _rows(batch)]
-    mine = ({name: value.double().cpu() for name, value in step.gradients.items()}, calls, rows, step.loss, step.grad_norm)
+    positions = step.positions if len(step.positions) == len(step.calls) else [None] * len(step.calls)
+    calls = [
+        row
+        for call, (ids, at) in enumerate(zip(step.calls, positions, strict=True))
+        for row in _rows(tokens, rank, call, ids, at)
+    ]
+    batches = [row for call, ids in enumerate(step.rows) for row in _rows(tokens, rank, call, ids)]
+    gradients = {name: value.double().cpu() for name, value in step.gradients.items()}
+    mine = (gradients, calls, batches, step.loss, step.grad_norm)
     everyones: list[Any] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyones = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
-    of_ranks, all_calls, all_rows, losses, norms = zip(*everyones, strict=True)
-    mean, apart = dict[str, torch.Tensor](), dict[str, float]()
+    of_ranks, all_calls, all_batches, losses, norms = zip(*everyones, strict=True)
+    called = [row for rows in all_calls for row in rows]
+    used = {token for row in called for token in row.ids}
+    batched = [row for rows in all_batches for row in rows if set(row.ids) & used]
+    loss, norm = (next((value for value in each if value is not None), None) for each in (losses, norms))
+    mean, apart = _mean(of_ranks)
+    return Record(tokens, step.reference, len(of_ranks), mean, apart, called, batched or called, bool(batched), loss, norm)
+
+
+def _rows(tokens: Tokens, rank: int, call: int, ids: torch.Tensor, positions: torch.Tensor | None = None) -> Iterator[Row]:
+    """Yields the rows of [rows, tokens] or [tokens]. Positions of another length belong to ids that the model splits itself."""
+    rows = ids.reshape(-1, ids.shape[-1]).tolist()
+    at: list[list[int]] = [[] for _ in rows]
+    if positions is not None and positions.shape[-1] == ids.shape[-1]:
+        at = positions.expand(ids.shape).reshape(-1, ids.shape[-1]).tolist()
+    for row, places in zip(rows, at, strict=True):
+        yield Row(row, tokens.numbers(row), rank, call, places)
+
+
+def _mean(of_ranks: Sequence[Tensors]) -> tuple[Tensors, dict[str, float]]:
+    """Returns the mean gradients of ranks, and how far those that differ are apart, relative to the mean."""
+    mean, apart = Tensors(), dict[str, float]()
     for name in dict.fromkeys(name for gradients in of_ranks for name in gradients):
         found = [gradients.get(name) for gradients in of_ranks]
         mean[name] = torch.stack([each for each in found if each is not None]).sum(0) / len(found)
         most = max(float((mean[name] if each is None else each - mean[name]).norm()) for each in found)
         if most > 1e-5 * float(mean[name].norm()):
             apart[name] = most / max(float(mean[name].norm()), 1e-30)
-    called = [call for calls in all_calls for call in calls]
-    used = {token for call in called for token in call.ids}
-    batches = [row for rows in all_rows for row in rows if set(row) & used]
-    whole_rows = batches or [call.ids for call in called]
-    loss, norm = (next((value for value in each if value is not None), None) for each in (losses, norms))
-    return Record(step.reference, len(of_ranks), mean, apart, called, whole_rows, bool(batches), loss, norm)
-
-
-def _rows(ids: torch.Tensor) -> list[list[int]]:
-    found: list[list[int]] = (ids if ids.dim() == 2 else ids[None]).tolist()
-    return found
+    return mean, apart

@@ -8,18 +8,28 @@ Without a gradient of its own (tied embeddings, adapters) the output layer has n
 fitted at once: then forward and backward are not told apart.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
 
 from longctx.check.contexts import Sequence
-from longctx.check.record import CheckError, Tensors
+from longctx.check.record import CheckError, Record, Tensors
 
-Target = int | None
-"""Token id that a place predicts; None: none."""
+
+class Prediction(NamedTuple):
+    """The id that a place of a sequence predicts."""
+
+    sequence: Sequence
+    place: int
+    target: int
+
+    @property
+    def number(self) -> int:
+        """Number of the token at the place; -1: padding."""
+        return self.sequence.numbers[self.place]
 
 
 class Columns(NamedTuple):
@@ -30,81 +40,82 @@ class Columns(NamedTuple):
     right: torch.Tensor
     """h [T, H], or ones [T, 1]."""
 
-    def gram(self) -> torch.Tensor:
-        """Returns all products of two [T, T]."""
-        return (self.left @ self.left.T) * (self.right @ self.right.T)
-
-    def project(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the products with a gradient [V, H] or [P, 1]: [T]."""
-        return ((self.left @ gradient) * self.right).sum(1)
-
     def sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """Returns their weighted sum: a gradient."""
+        """Returns their weighted sum: a gradient [V, H] or [P, 1]."""
         return (self.left * weights[:, None]).T @ self.right
+
+    def solve(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what least squares leave of a gradient, and the weights of the columns."""
+        if not len(self.left):
+            return wanted, torch.zeros(0, dtype=torch.float64)
+        gram = (self.left @ self.left.T) * (self.right @ self.right.T)
+        scale = gram.diagonal().sqrt().clamp_min(1e-300)
+        gram = gram / scale[:, None] / scale[None, :]
+        projected = ((self.left @ wanted) * self.right).sum(1) / scale
+        lower, failed = torch.linalg.cholesky_ex(gram)
+        if failed or float(lower.diagonal().min()) < 1e-5:  # two columns that are alike: they share the weight
+            values, vectors = torch.linalg.eigh(gram)
+            kept = values > 1e-11 * values[-1]
+            weights = (vectors[:, kept] / values[kept]) @ (vectors[:, kept].T @ projected) / scale
+        else:
+            weights = torch.cholesky_solve(projected[:, None], lower)[:, 0] / scale
+        return wanted - self.sum(weights), weights
 
 
 class Reference:
-    """A causal LM of transformers that runs sequences as contexts want them."""
+    """The model of a record, which runs sequences as contexts want them."""
 
-    def __init__(self, model: Any, trained: Several[str]) -> None:
-        """`trained` are names of parameters that have a gradient in the step."""
-        self.model, self.config = model, model.config
-        self.head = model.get_output_embeddings()
-        named = dict(model.named_parameters())
-        if unknown := set(trained) - named.keys():
+    def __init__(self, record: Record) -> None:
+        self.tokens, self.model = record.tokens, cast(Any, record.reference)
+        self.config = self.model.config
+        self.head = self.model.get_output_embeddings()
+        named = dict(self.model.named_parameters())
+        if unknown := record.gradients.keys() - named.keys():
             raise CheckError(f"the reference has no parameter {min(unknown)}: name gradients as {next(iter(named))}")
-        self.named = {name: named[name] for name in trained}
+        self.named = {name: named[name] for name in record.gradients}
         own = [name for name, weight in self.named.items() if weight is self.head.weight]
-        embedding = model.get_input_embeddings().weight
-        self.output = own[0] if own and self.head.weight is not embedding else None
-        self.matrix = self._matrix()
-        layer_types = getattr(self.config, "layer_types", None) or ()
-        self.masked = not any("linear" in kind or "mamba" in kind for kind in layer_types)
+        self.output = own[0] if own and self.head.weight is not self.model.get_input_embeddings().weight else None
+        changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        plain = self.output and self.head.bias is None and not any(getattr(self.config, name, None) for name in changes)
+        self.matrix: torch.Tensor | None = self.head.weight.detach() if plain else None
+        """W [V, H], if the output layer has a gradient of its own, and logits are W h and nothing more."""
         window = getattr(self.config, "sliding_window", None)
         self.window: int | None = window if getattr(self.config, "use_sliding_window", True) else None
         try:
-            self._run(Sequence((0, 1), (0, 1)), (0, 1))
+            self._logits(Sequence((0, 1), (0, 1)))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise CheckError(f"transformers cannot run {type(model).__name__} with a mask and positions: {error}") from error
-
-    def _matrix(self) -> torch.Tensor | None:
-        """Returns W [V, H], if the output layer has a gradient of its own, and logits are W h and nothing more."""
-        changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        if self.output is None or self.head.bias is not None or any(getattr(self.config, name, None) for name in changes):
-            return None
-        matrix: torch.Tensor = self.head.weight.detach()
-        return matrix
+            raise CheckError(
+                f"transformers cannot run {type(self.model).__name__} with a mask and positions: {error}"
+            ) from error
 
     def _mask(self, sequence: Sequence) -> Any:
         """Returns what eager attention adds to scores [1, 1, queries, keys], by kind of layer where there are several."""
-        if not self.masked:
+        layer_types = getattr(self.config, "layer_types", None) or ()
+        if any("linear" in kind or "mamba" in kind for kind in layer_types):
             return None
         place = torch.arange(len(sequence.numbers))
         distance = place[:, None] - place[None, :]
-        least = {"both": -len(place), "next": -1}.get(sequence.sight, 0)
-        visible = {"full_attention": distance >= least}
+        seen = distance >= {"both": -len(place), "next": -1}.get(sequence.sight, 0)
         if sequence.sight == "no padding":
-            visible["full_attention"] &= torch.tensor(sequence.numbers)[None, :] >= 0
-        near = distance < (self.window or len(place))
-        visible["sliding_attention"] = visible["full_attention"] & (near if sequence.sight != "no window" else True)
-        masks = {kind: (~seen).double()[None, None] * -1e30 for kind, seen in visible.items()}
-        if getattr(self.config, "layer_types", None) and self.window is not None:
-            return masks
-        return masks["sliding_attention"]
+            seen &= torch.tensor(sequence.numbers)[None, :] >= 0
+        near = seen if self.window is None or sequence.sight == "no window" else seen & (distance < self.window)
+        full, sliding = ((~visible).double()[None, None] * -1e30 for visible in (seen, near))
+        if layer_types and self.window is not None:
+            return {"full_attention": full, "sliding_attention": sliding}
+        return sliding
 
-    def _run(self, sequence: Sequence, ids: Several[int]) -> torch.Tensor:
+    def id_of(self, number: int) -> int:
+        return self.tokens.ids[number] if number >= 0 else self.tokens.probe.pad
+
+    def _logits(self, sequence: Sequence) -> torch.Tensor:
         """Returns logits [tokens, V]."""
-        positions = torch.tensor([sequence.positions])
-        inputs = {"input_ids": torch.tensor([ids]), "position_ids": positions, "attention_mask": self._mask(sequence)}
-        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits[0]
+        ids = torch.tensor([[self.id_of(number) for number in sequence.numbers]])
+        inputs = {"input_ids": ids, "position_ids": torch.tensor([sequence.positions])}
+        logits: torch.Tensor = self.model(**inputs, attention_mask=self._mask(sequence), use_cache=False).logits[0]
         return logits
 
-    def states(self, sequence: Sequence, ids: Several[int]) -> torch.Tensor:
-        """Returns what the output layer gets [tokens, H]."""
-        return self._cut(sequence, ids)[1]
-
-    def _cut(self, sequence: Sequence, ids: Several[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns logits, what the output layer gets [tokens, H], and what it returns [1, tokens, V], where gradients end."""
+    def _at_output(self, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns logits, their slopes by what the output layer returns [tokens, V], and what that gets [tokens, H]."""
         kept: list[torch.Tensor] = []
 
         def cut(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -113,57 +124,65 @@ class Reference:
 
         hook = self.head.register_forward_hook(cut)
         try:
-            return self._run(sequence, ids), kept[0], kept[1]
+            logits = self._logits(sequence)
         finally:
             hook.remove()
+        (slopes,) = torch.autograd.grad(logits.sum(), kept[1])
+        return logits.detach(), slopes[0], kept[0]
 
-    def columns(self, sequence: Sequence, ids: Several[int], targets: Several[Several[Target]]) -> Columns:
-        """Returns a column for each target that is not None: of `targets`, lists of one target per token, one after another."""
-        weights, at_output = list(self.named.values()), self._cut(sequence, ids) if self.output else None
-        logits = at_output[0] if at_output else self._run(sequence, ids)
+    def states(self, sequence: Sequence) -> torch.Tensor:
+        """Returns what the output layer gets [tokens, H]."""
+        return self._at_output(sequence)[2]
+
+    def losses(self, sequence: Sequence, predictions: Iterable[Prediction]) -> torch.Tensor:
+        """Returns the cross-entropy of each prediction of a sequence."""
+        places, targets = zip(*((each.place, each.target) for each in predictions), strict=True)
+        return F.cross_entropy(self._logits(sequence)[list(places)], torch.tensor(targets), reduction="none")
+
+    def columns(self, predictions: Iterable[Prediction]) -> Columns:
+        """Returns a column for each prediction."""
         left, right = list[torch.Tensor](), list[torch.Tensor]()
-        for each in targets:
-            losses, chosen = self._loss(logits, each), [at for at, target in enumerate(each) if target is not None]
-            if at_output:
-                (slope,) = torch.autograd.grad(losses.sum(), at_output[2], retain_graph=True)
-                left.append(slope[0][chosen])
-                right.append(at_output[1][chosen])
+        for sequence, chosen in _by_sequence(predictions):
+            if self.output is None:
+                for loss in self.losses(sequence, chosen):
+                    found = torch.autograd.grad(loss, list(self.named.values()), retain_graph=True, allow_unused=True)
+                    left.append(self._flat(dict(zip(self.named, found, strict=True))).T)
+                    right.append(torch.ones(1, 1, dtype=torch.float64))
                 continue
-            for loss in losses:
-                found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
-                left.append(torch.cat([_flat(slope, weight) for slope, weight in zip(found, weights, strict=True)])[None])
-                right.append(torch.ones(1, 1, dtype=torch.float64))
-        return Columns(torch.cat(left), torch.cat(right))
+            logits, slopes, states = self._at_output(sequence)
+            places = [each.place for each in chosen]
+            errors = torch.softmax(logits[places], -1)
+            errors[range(len(chosen)), [each.target for each in chosen]] -= 1
+            left.append(errors * slopes[places])
+            right.append(states[places])
+        none = torch.zeros(0, 1, dtype=torch.float64)
+        return Columns(torch.cat(left), torch.cat(right)) if left else Columns(none, none)
 
     def of(self, gradients: Tensors) -> torch.Tensor:
         """Returns what `columns` explain: the gradient of the output layer, or all gradients in one column."""
-        if self.output:
-            return gradients[self.output]
-        return torch.cat([_flat(gradients.get(name), weight) for name, weight in self.named.items()])[:, None]
+        return self._flat(gradients) if self.output is None else gradients[self.output]
 
-    def losses(self, sequence: Sequence, ids: Several[int], targets: Several[Target]) -> torch.Tensor:
-        """Returns the cross-entropy of each target that is not None, without gradients."""
-        with torch.no_grad():
-            return self._loss(self._run(sequence, ids), targets)
+    def _flat(self, gradients: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        """Returns gradients in one column [P, 1]."""
+        each = ((gradients.get(name), weight) for name, weight in self.named.items())
+        return torch.cat([torch.zeros_like(weight).flatten() if slope is None else slope.flatten() for slope, weight in each])[
+            :, None
+        ]
 
-    def gradients(self, terms: Iterable[tuple[Any, torch.Tensor]]) -> tuple[float, Tensors]:
-        """Returns loss and gradients of all trained parameters, for terms of a fit with weights of their predictions."""
+    def gradients(self, weights: Mapping[Prediction, float]) -> tuple[float, Tensors]:
+        """Returns loss and gradients of all trained parameters, for predictions with these weights."""
         self.model.zero_grad(set_to_none=True)
         total = 0.0
-        for term, weights in terms:
-            logits = self._run(term.sequence, term.ids)
-            (loss := (torch.cat([self._loss(logits, each) for each in term.targets]) * weights).sum()).backward()
+        for sequence, chosen in _by_sequence(weights):
+            given = torch.tensor([weights[each] for each in chosen], dtype=torch.float64)
+            (loss := (self.losses(sequence, chosen) * given).sum()).backward()
             total += float(loss.detach())
         found = {name: torch.zeros_like(w) if w.grad is None else w.grad.clone() for name, w in self.named.items()}
         self.model.zero_grad(set_to_none=True)
         return total, found
 
-    @staticmethod
-    def _loss(logits: torch.Tensor, targets: Several[Target]) -> torch.Tensor:
-        chosen = torch.tensor([at for at, target in enumerate(targets) if target is not None], dtype=torch.int64)
-        wanted = torch.tensor([target for target in targets if target is not None], dtype=torch.int64)
-        return F.cross_entropy(logits[chosen], wanted, reduction="none")
 
-
-def _flat(slope: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(weight.numel(), dtype=torch.float64) if slope is None else slope.flatten().double()
+def _by_sequence(predictions: Iterable[Prediction]) -> Iterator[tuple[Sequence, list[Prediction]]]:
+    """Yields predictions of one sequence at a time, in their order."""
+    for sequence, chosen in groupby(predictions, key=lambda each: each.sequence):
+        yield sequence, list(chosen)

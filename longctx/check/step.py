@@ -8,7 +8,7 @@ def test_my_trainer():
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +16,47 @@ import torch
 from longctx.check.contexts import contexts
 from longctx.check.fit import Fitter
 from longctx.check.probe import PROBES, Probe, Tokens
-from longctx.check.record import CheckError, Record, Step, gather
+from longctx.check.record import CheckError, Step, gather
 from longctx.check.reference import Reference
-from longctx.check.verdict import Finding, Judge, Verdict
+from longctx.check.verdict import UNEXPLAINED, Facts, Finding, findings, picture
 
-Make = Callable[[Probe], Any]
+
+@dataclass
+class Verdict:
+    """What became of one probe.
+
+    Attributes:
+        findings: faults, the most telling first; none: the step is right.
+        residual: of the fit, relative to the gradient.
+        allowed: faults that the user has allowed.
+        picture: one line per document whose weights are not right.
+        alike: other contexts that explain the gradient of a wrong step as well.
+        documents: how many of the probe's are in the step.
+    """
+
+    probe: Probe
+    findings: list[Finding]
+    residual: float
+    allowed: list[Finding] = field(default_factory=list)
+    picture: list[str] = field(default_factory=list)
+    alike: list[str] = field(default_factory=list)
+    documents: int = 0
+
+    @property
+    def status(self) -> int:
+        """0: right, 1: wrong in a way that has a name, 2: wrong."""
+        if not self.findings:
+            return 0
+        return 2 if any(finding.kind == UNEXPLAINED for finding in self.findings) else 1
+
+    def lines(self) -> list[str]:
+        """Returns a line for each fault."""
+        allowed = f" (allowed: {', '.join(each.kind for each in self.allowed)})" if self.allowed else ""
+        of = len(self.probe.lengths)
+        some = f", with {self.documents} of {of} documents" if self.documents < of else ""
+        faults = [str(finding) for finding in self.findings] or [f"right{allowed}{some}"]
+        faults += [f"or {other}, which this probe does not tell from that" for other in self.alike]
+        return [f"{self.probe.name}: {fault}" for fault in faults]
 
 
 @dataclass
@@ -41,16 +77,12 @@ class Report:
 
     def lines(self) -> list[str]:
         """Returns what to print: a line for each fault of each probe, and once in which predictions it shows."""
-        found, pictured = list[str](), False
+        pictured = next((verdict for verdict in self.verdicts if verdict.findings and verdict.picture), None)
+        found = list[str]()
         for verdict in self.verdicts:
-            allowed = f" (allowed: {', '.join(each.kind for each in verdict.allowed)})" if verdict.allowed else ""
-            some = f", with {verdict.documents} of {len(verdict.probe.lengths)} documents" * (verdict.documents is not None)
-            faults = [str(finding) for finding in verdict.findings] or [f"right{allowed}{some}"]
-            faults += [f"or {other}, which this probe does not tell from that" for other in verdict.alike]
-            found += [f"{verdict.probe.name}: {fault}" for fault in faults]
-            if verdict.findings and not pictured:
+            found += verdict.lines()
+            if verdict is pictured:
                 found += [f"    {line}" for line in verdict.picture[:6]]
-                pictured = bool(verdict.picture)
         return found
 
     def to_json(self) -> str:
@@ -67,18 +99,17 @@ class Report:
         return json.dumps(rows, indent=1)
 
 
-def check_step(make: Make, probes: Sequence[Probe] = PROBES, allow: Sequence[str] = ()) -> Report:
+def check_step(make: Callable[[Probe], Any], probes: Sequence[Probe] = PROBES, allow: Sequence[str] = ()) -> Report:
     """Judges one optimizer step of a trainer on every probe; the same on all ranks of a process group.
 
     `make(probe)` returns a transformers.Trainer (or of a class that inherits from it) that trains on `probe.rows`, or, for any
     other loop, the `Step` that it made: see `record`. `allow` has kinds of faults that are meant, such as "documents are cut".
     Collective. Raises CheckError for steps that no reference can repeat.
     """
-    return Report([judge(gather(_step(make, probe)), probe, allow) for probe in probes])
+    return Report([_judged(_step(make(probe), probe), probe, allow) for probe in probes])
 
 
-def _step(make: Make, probe: Probe) -> Step:
-    made = make(probe)
+def _step(made: Any, probe: Probe) -> Step:
     if isinstance(made, Step):
         return made
     if not hasattr(made, "callback_handler"):
@@ -88,19 +119,17 @@ def _step(make: Make, probe: Probe) -> Step:
     return step_of(made, probe)
 
 
-def judge(record: Record, probe: Probe, allow: Sequence[str] = ()) -> Verdict:
-    if not record.gradients:
-        raise CheckError("no parameter has a gradient: was the step read after zero_grad?")
-    tokens = Tokens(probe)
+def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
+    record = gather(step, Tokens(probe))
+    if not record.documents:
+        return Verdict(probe, [Finding(UNEXPLAINED, "no token of the probe was in a call of the model")], residual=1.0)
     with torch.random.fork_rng(devices=[]):
-        reference = Reference(record.reference, list(record.gradients))
-        fitter = Fitter(record, tokens, reference)
-        candidates = contexts(record, tokens, reference.window is not None)
-        fit = fitter.fit(candidates)
-        judged = Judge(record, tokens, reference, fit)
-        found = judged.findings()
-    ignored: list[Finding] = [each for each in found if any(each.kind.startswith(name) for name in allow)]
-    left = [each for each in found if each not in ignored]
-    picture = judged.picture() if fit.exact else []
-    seen = len(judged.documents) if len(judged.documents) < len(probe.lengths) else None
-    return Verdict(probe, left, fit.residual, ignored, picture, fitter.alike(fit, candidates), seen)
+        reference = Reference(record)
+        fitter = Fitter(record, reference, contexts(record, reference.window is not None))
+        fit = fitter.fit()
+        facts = Facts(record, reference, fit)
+        found = list(findings(facts))
+        alike = fitter.alike(fit)
+    allowed = [each for each in found if each.kind.startswith(tuple(allow))]
+    left = [each for each in found if each not in allowed]
+    return Verdict(probe, left, fit.residual, allowed, picture(facts), alike, len(facts.documents))

@@ -66,12 +66,6 @@ def _refuse(trainer: Any) -> None:
 
 def arguments(**given: Any) -> dict[str, Any]:
     """Returns arguments of TrainingArguments, or of a config of TRL, for one small step on a CPU; `given` ones come first."""
-    needed = {
-        "output_dir": tempfile.mkdtemp(),
-        "max_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    return needed | {"learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"} | given
+    one_step = {"output_dir": tempfile.mkdtemp(), "max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
+    quiet = {"report_to": [], "disable_tqdm": True}
+    return one_step | quiet | {"use_cpu": True, "bf16": False, "learning_rate": 1e-3} | given

@@ -1,30 +1,32 @@
-"""Verdicts: what is wrong with a step, in words, from the context and the weight of every prediction."""
+"""Verdicts: what is wrong with a step, in words, from the context and the weight of every prediction.
+
+Most faults are rows of tables: words, and what holds for a token or a prediction with the fault. The first that holds is named.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from longctx.check.contexts import APART, Context, Sequence
-from longctx.check.fit import EXACT, NEAR, Fit, Prediction
-from longctx.check.probe import END, Probe, Tokens
-from longctx.check.record import Record
-from longctx.check.reference import Reference
+from longctx.check.contexts import APART, Sequence
+from longctx.check.fit import EXACT, NEAR, Fit, Pair
+from longctx.check.probe import END
+from longctx.check.record import Record, Tensors
+from longctx.check.reference import Prediction, Reference
 
 SAME = 2e-3
 """Largest difference of weights, relative to 1/N, that counts as none."""
 BACKWARD, LOGGED = 5e-4, 1e-3
 """Largest relative difference of gradients from predicted ones, and of logged numbers."""
+UNEXPLAINED = "the gradient is that of no known fault"
 NOT_SHIFTED, SHIFTED_TWICE = "labels are not shifted: tokens predict themselves", "labels are shifted twice"
 OF_OTHERS = "labels belong to other tokens"
-FORWARD = "hidden states are wrong"
 ORDER = "hidden states of all tokens are wrong, also of first ones: weights, heads, or the order of ranks"
 SCORES = "attention is wrong for all tokens but first ones: scores, heads or positions"
 EXCHANGE = "attention is wrong where keys of other ranks are needed: their order, mask, or merging by log-sum-exp"
 SPLIT = "attention is wrong in documents that are split over ranks: the order or mask of keys"
 EDGE = "attention is wrong from an edge between ranks on: the order of their parts, or the mask of documents"
 REACH = "attention is wrong from a place in documents on: a window, or an offset"
-SAME_DATA = "all ranks have the same documents"
-UNEXPLAINED = "the gradient is that of no known fault"
+AFTER_SPLIT = "labels are shifted after the split: tokens at an edge predict the next one on their rank"
 
 
 @dataclass(frozen=True)
@@ -38,346 +40,320 @@ class Finding:
         return f"{self.kind}: {self.details}" if self.details else self.kind
 
 
-@dataclass
-class Verdict:
-    """What became of one probe.
+class Facts:
+    """What a record and its fit say of tokens and predictions.
 
     Attributes:
-        findings: faults, the most telling first; none: the step is right.
-        allowed: faults that the user has allowed.
-        residual: of the fit, relative to the gradient.
-        picture: one line per document whose weights are not right.
-        alike: other contexts that explain the gradient of a wrong step as well.
-        documents: number of documents in the step, where it is not that of the probe.
+        count: how often each token is in the step.
+        at: rank, call, and row of all calls where each token is first.
+        wanted: predictions that count in a right step.
+        relative: weights times the number of wanted predictions: 1 if right.
+        kept, lost, extra: wanted predictions that count, those that do not, and others that count.
+        unknown, known: tokens whose hidden states no context has, and others.
     """
 
-    probe: Probe
-    findings: list[Finding]
-    residual: float
-    allowed: list[Finding] = field(default_factory=list)
-    picture: list[str] = field(default_factory=list)
-    alike: list[str] = field(default_factory=list)
-    documents: int | None = None
-
-    @property
-    def status(self) -> int:
-        """0: right, 1: wrong in a way that has a name, 2: wrong."""
-        if not self.findings:
-            return 0
-        return 2 if any(finding.kind == UNEXPLAINED for finding in self.findings) else 1
-
-
-class Judge:
-    """Puts a fit into words."""
-
-    def __init__(self, record: Record, tokens: Tokens, reference: Reference, fit: Fit) -> None:
-        self.record, self.tokens, self.reference, self.fit = record, tokens, reference, fit
+    def __init__(self, record: Record, reference: Reference, fit: Fit) -> None:
+        self.record, self.tokens, self.reference, self.fit = record, (tokens := record.tokens), reference, fit
         self.same = SAME if fit.tolerance == EXACT else NEAR
-        self.calls = [(call, tokens.numbers(call.ids)) for call in record.calls]
-        self.count = Counter(number for _, row in self.calls for number in row if number >= 0)
-        self.documents = sorted({tokens.document[number] for number in self.count})
-        self.wanted: dict[Prediction, int] = {
-            (number, tokens.ids[number + 1]): number + 1
+        self.count, self.at = Counter[int](), dict[int, tuple[int, int, int]]()
+        for place, row in enumerate(record.calls):
+            for number in (number for number in row.numbers if number >= 0):
+                self.count[number] += 1
+                self.at.setdefault(number, (row.rank, row.call, place))
+        self.documents = record.documents
+        self.wanted: list[Pair] = [
+            (number, tokens.ids[number + 1])
             for document in self.documents
             for number in tokens.of(document)[:-1]
             if tokens.probe.trained(document, tokens.place[number + 1])
-        }
-        self.relative = {prediction: weight * len(self.wanted) for prediction, weight in fit.weights.items()}
-        if not any(target == END for _, target in fit.weights):  # nobody knows which tokens predict the ends of documents
-            self.wanted = {each: target for each, target in self.wanted.items() if each[1] != END}
-        self.extra = {each: w for each, w in self.relative.items() if each not in self.wanted and abs(w) > SAME}
-        self.kept = {each: self.relative[each] for each in self.wanted if abs(self.relative.get(each, 0)) > SAME}
-        self.lost = [each for each in self.wanted if each not in self.kept]
+        ]
+        self.relative = {pair: weight * len(self.wanted) for pair, weight in fit.pairs().items()}
+        if not any(target == END for _, target in self.relative):  # nobody knows which tokens predict the ends of documents
+            self.wanted = [pair for pair in self.wanted if pair[1] != END]
+        counted = {pair: weight for pair, weight in self.relative.items() if abs(weight) > SAME}
+        self.kept = {pair: counted[pair] for pair in self.wanted if pair in counted}
+        self.lost = [pair for pair in self.wanted if pair not in counted]
+        self.extra = {pair: weight for pair, weight in counted.items() if pair not in self.kept}
+        self.unknown = fit.unseen
+        self.known = {number for number, _ in self.kept | self.extra if number >= 0} - self.unknown
+        self._of_rules()
 
-    def findings(self) -> list[Finding]:
-        if not self.wanted:
-            return [Finding(UNEXPLAINED, "no token of the probe was in a call of the model")]
-        found = [*self._ranks()]
-        if not self.fit.exact:
-            names = ", ".join(dict.fromkeys(context.name for context in self.fit.contexts.values()))
-            return [*found, Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {self.fit.residual:.1%} of it")]
-        found += [*self._contexts(), *self._unknown(), *(extra := list(self._extra()))]
-        if extra and not self.kept and all(finding.kind in (NOT_SHIFTED, SHIFTED_TWICE) for finding in extra):
-            return found
-        found += self._lost()
-        ranks = range(self.record.ranks)
-        held = [{number for call, row in self.calls if call.rank == rank for number in row} for rank in ranks]
-        if len(held) > 1 and all(numbers == held[0] for numbers in held):
-            found.append(Finding(SAME_DATA))
-        if not self.record.apart:
-            found += [*self._weights(), *self._backward()]
-        return [*found, *self._log()]
+    def _of_rules(self) -> None:
+        """Sets what only rules ask for."""
+        tokens, calls = self.tokens, self.record.calls
+        self.firsts = {ids[0] for ids in tokens.probe.documents}
+        self.starts = {piece[0] for row in calls for piece in tokens.pieces(row.numbers) if tokens.place[piece[0]]}
+        self.adjacent = {pair for row in calls for pair in zip(row.numbers, row.ids[1:], strict=False)}
+        self.of_row = {number: next(n for n in row.numbers if n >= 0) for row in calls for number in row.numbers if number >= 0}
+        wanted, kept = (Counter(tokens.document[number] for number, _ in pairs) for pairs in (self.wanted, self.kept))
+        self.untrained = {document for document, count in wanted.items() if count > 1 and not kept[document]}
+        self.reach = min((tokens.place[number] for number in self.unknown), default=0)
+        until = range(1, min(self.unknown, default=0) + 1)
+        self.edge = max((n for n in until if self.rank(n) != self.rank(n - 1)), default=len(tokens.ids))
 
-    # --- forward
+    def id_after(self, number: int, by: int) -> int | None:
+        """Returns the id so many tokens after another one of its document; None beyond its end, and after padding."""
+        after = self.tokens.next(number, by) if number >= 0 else None
+        return None if after is None else self.tokens.ids[after]
 
-    def _contexts(self) -> Iterator[Finding]:
-        by_name = defaultdict[str, list[int]](list)
-        for document in self.documents:
-            by_name[self.fit.contexts[document].name].append(document)
-        for name, documents in by_name.items():
-            if name != APART:
-                yield Finding(name, self._seen(self.fit.contexts[documents[0]]) or _named(documents))
+    def rank(self, number: int) -> int:
+        return self.at[number][0] if number in self.at else -1
 
-    def _seen(self, context: Context) -> str:
-        """Returns an example of documents that see each other."""
-        for number, sequence in enumerate(context.sequences):
-            held = list(dict.fromkeys(self.tokens.document[n] for n in sequence.numbers if n >= 0))
+    def split(self, numbers: Iterable[int]) -> bool:
+        """Returns whether tokens are on several ranks."""
+        return len({self.rank(number) for number in numbers}) > 1
+
+    def even(self, weights: Iterable[float]) -> bool:
+        most, least = max(weights := list(weights)), min(weights)
+        return most - least < self.same * max(abs(most), abs(least))
+
+    def named(self, numbers: Iterable[int]) -> str:
+        """Returns the documents of tokens in words."""
+        found = [str(document) for document in sorted({self.tokens.document[number] for number in numbers})]
+        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        return f"document{'s' * (len(found) > 1)} {shown}"
+
+
+PLACES: dict[str, Callable[[Facts, int], bool]] = {
+    ORDER: lambda f, n: True,
+    SCORES: lambda f, n: f.tokens.place[n] > 0,
+    EXCHANGE: lambda f, n: f.split(range(n - f.tokens.place[n], n + 1)),
+    SPLIT: lambda f, n: f.split(f.tokens.of(f.tokens.document[n])),
+    EDGE: lambda f, n: n >= f.edge,
+    "documents of a row are mixed": lambda f, n: f.tokens.document[n] != f.tokens.document[f.of_row.get(n, n)],
+    REACH: lambda f, n: f.tokens.place[n] >= f.reach,
+}
+"""Where hidden states are those of no context: for these tokens alone, of all ranks or of one."""
+
+EXTRA: dict[str, Callable[[Facts, int, int], bool]] = {
+    NOT_SHIFTED: lambda f, n, target: target == f.id_after(n, 0),
+    "prompts are trained": lambda f, n, target: target == f.id_after(n, 1),
+    SHIFTED_TWICE: lambda f, n, target: target == f.id_after(n, 2),
+    "documents end with a token that the probe has not": lambda f, n, target: (
+        n >= 0 and target == END and END not in f.tokens.ids
+    ),
+    "padding is trained": lambda f, n, target: target == f.tokens.probe.pad,
+    "first tokens are predicted from padding": lambda f, n, target: n < 0 and target in f.firsts,
+    "tokens are predicted from padding": lambda f, n, target: n < 0,
+    "last tokens predict the first one of the next document": lambda f, n, target: (
+        f.id_after(n, 1) is None and target in f.firsts
+    ),
+    AFTER_SPLIT: lambda f, n, target: (n, target) in f.adjacent,
+    OF_OTHERS: lambda f, n, target: True,
+}
+"""What a token predicts, and should not."""
+
+LOST: dict[str, Callable[[Facts, int], bool]] = {
+    "documents are cut short: tokens are in no call": lambda f, n: not f.count[n],
+    "documents have no loss": lambda f, n: f.tokens.document[n] in f.untrained,
+    "first tokens of the later parts of documents have no loss": lambda f, n: n in f.starts,
+    "last tokens have no loss": lambda f, n: f.id_after(n, 1) is None,
+    "predictions have no loss": lambda f, n: True,
+}
+"""Which token should be predicted, and is not."""
+
+MEANS: dict[str, Callable[[Facts, int], object]] = {
+    "ranks": lambda f, n: f.at[n][0],
+    "micro-batches": lambda f, n: f.at[n][:2],
+    "micro-batches of all ranks": lambda f, n: f.at[n][1],
+    "rows": lambda f, n: f.at[n][2],
+    "documents": lambda f, n: f.tokens.document[n],
+}
+"""What predictions may be averaged over, and the one of a token."""
+
+
+def findings(facts: Facts) -> Iterator[Finding]:
+    """Yields the faults of a step, the most telling first."""
+    record, fit = facts.record, facts.fit
+    if not facts.wanted:
+        yield Finding(UNEXPLAINED, "no token of the probe that should be predicted was in a call of the model")
+        return
+    if record.apart:
+        which = "all parameters" if len(record.apart) == len(record.gradients) else _suffixes(record.apart)
+        yield Finding("gradients differ between ranks", f"those of {which}, by up to {max(record.apart.values()):.0%}")
+    if not fit.exact:
+        names = ", ".join(dict.fromkeys(context.name for context in fit.contexts.values()))
+        yield Finding(UNEXPLAINED, f"the nearest, “{names}”, leaves {fit.residual:.1%} of it")
+        return
+    yield from _contexts(facts)
+    yield from _places(facts)
+    extra = _extra(facts)
+    yield from extra
+    if extra and not facts.kept and {finding.kind for finding in extra} <= {NOT_SHIFTED, SHIFTED_TWICE}:
+        return
+    yield from _lost(facts)
+    held = [{number for row in record.calls if row.rank == rank for number in row.numbers} for rank in range(record.ranks)]
+    if len(held) > 1 and all(numbers == held[0] for numbers in held):
+        yield Finding("all ranks have the same documents")
+    loss, gradients = facts.reference.gradients(fit.weights) if fit.whole else (None, {})
+    if not record.apart:
+        yield from _weights(facts)
+        yield from _backward(facts, gradients)
+    yield from _log(facts, loss)
+
+
+def _contexts(facts: Facts) -> Iterator[Finding]:
+    """Yields wrong contexts, with an example of documents that see each other."""
+    by_name = defaultdict[str, list[int]](list)
+    for document in facts.documents:
+        by_name[facts.fit.contexts[document].name].append(document)
+    by_name.pop(APART, None)
+    for name, documents in by_name.items():
+        details = facts.named(facts.tokens.of(document)[0] for document in documents)
+        for number, sequence in enumerate(facts.fit.contexts[documents[0]].sequences):
+            held = list(dict.fromkeys(facts.tokens.document[n] for n in sequence.numbers if n >= 0))
             if len(held) > 1 and sequence.sight == "causal":
-                return f"in row {number}, tokens of document {held[1]} see document {held[0]}"
-        return ""
+                details = f"in row {number}, tokens of document {held[1]} see document {held[0]}"
+                break
+        yield Finding(name, details)
 
-    def _unknown(self) -> Iterator[Finding]:
-        """Yields which tokens have hidden states that no context gives: by the first rule that holds for these alone."""
-        if not self.fit.unknown:
-            return
-        unknown, place, document, at = set(self.fit.unknown), self.tokens.place, self.tokens.document, self._places()
-        known = {number for number, _ in self.kept | self.extra if number >= 0} - unknown
-        rank = [at[number][0] if number in at else -1 for number in range(len(self.tokens))]
-        ranks = {each: {rank[n] for n in self.tokens.of(each)} for each in self.documents}
-        least = min(place[number] for number in unknown)
-        first = {number: next(n for n in row if n >= 0) for _, row in self.calls for number in row if number >= 0}
-        edge = max((n for n in range(1, min(unknown) + 1) if rank[n] != rank[n - 1]), default=len(place))
-        rules: dict[str, Callable[[int], bool]] = {
-            ORDER: lambda n: True,
-            SCORES: lambda n: place[n] > 0,
-            EXCHANGE: lambda n: any(rank[n] != rank[m] for m in range(n - place[n], n)),
-            SPLIT: lambda n: len(ranks[document[n]]) > 1,
-            EDGE: lambda n: n >= edge,
-            "documents of a row are mixed": lambda n: document[n] != document[first.get(n, n)],
-            REACH: lambda n: place[n] >= least,
-        }
-        of_ranks = {f", on rank {each}": each for each in range(self.record.ranks)} if self.record.ranks > 1 else {}
-        for which, only in ({"": None} | of_ranks).items():
-            for rule, holds in rules.items():
-                if {n for n in unknown | known if holds(n) and only in (None, rank[n])} == unknown:
-                    yield Finding(rule, self._first_of(unknown) + which)
-                    return
-        yield Finding(FORWARD, f"of {len(unknown)} of {len(unknown | known)} tokens, {self._first_of(unknown)}")
 
-    def _first_of(self, numbers: Iterable[int]) -> str:
-        number = min(numbers)
-        return f"first at token {self.tokens.place[number]} of document {self.tokens.document[number]}"
-
-    # --- weights
-
-    def _extra(self) -> Iterator[Finding]:
-        found = defaultdict[str, list[Prediction]](list)
-        for prediction in self.extra:
-            found[self._kind_of(*prediction)].append(prediction)
-        for kind in (NOT_SHIFTED, SHIFTED_TWICE):
-            if len(found.get(kind, ())) < len(found.get(OF_OTHERS, ())):  # by chance
-                found[OF_OTHERS] += found.pop(kind, [])
-        for kind, predictions in found.items():
-            ids = self.tokens.ids
-            from_padding = [(ids.index(t) if n < 0 and t in ids else n) for n, t in predictions]
-            documents = {self.tokens.document[number] for number in from_padding if number >= 0}
-            yield Finding(kind, f"{len(predictions)} predictions, {_named(documents)}" if documents else "")
-
-    def _kind_of(self, number: int, target: int) -> str:
-        tokens = self.tokens
-        after = None if number < 0 else tokens.next(number)
-        if number < 0:
-            if target == tokens.probe.pad:
-                return "padding is trained"
-            firsts = {ids[0] for ids in tokens.probe.documents}
-            return f"{'first ' * (target in firsts)}tokens are predicted from padding"
-        if target == tokens.ids[number]:
-            return NOT_SHIFTED
-        if after is not None and target == tokens.ids[after]:
-            return "prompts are trained"
-        if after is not None and (second := tokens.next(after)) is not None and target == tokens.ids[second]:
-            return SHIFTED_TWICE
-        if target == END and END not in tokens.ids:
-            return "documents end with a token that the probe has not"
-        if target == tokens.probe.pad:
-            return "padding is trained"
-        if after is None and target in {ids[0] for ids in tokens.probe.documents}:
-            return "last tokens predict the first one of the next document"
-        if any((number, target) in zip(row, call.ids[1:], strict=False) for call, row in self.calls):
-            return "labels are shifted after the split: tokens at an edge predict the next one on their rank"
-        return OF_OTHERS
-
-    def _lost(self) -> Iterator[Finding]:
-        found = defaultdict[str, list[Prediction]](list)
-        starts = self._later_starts()
-        wanted = Counter(self.tokens.document[number] for number, _ in self.wanted)
-        whole = wanted.keys() - {self.tokens.document[number] for number, _ in self.kept}
-        predicted = {target for _, target in self.extra}
-        for number, _ in self.lost:
-            target = number + 1
-            if self.tokens.ids[target] in predicted:  # by another token
-                continue
-            kind = "predictions have no loss"
-            if not self.count[target]:
-                kind = "documents are cut short: tokens are in no call"
-            elif self.tokens.document[number] in whole and wanted[self.tokens.document[number]] > 1:
-                kind = "documents have no loss"
-            elif target in starts:
-                kind = "first tokens of the later parts of documents have no loss"
-            elif self.tokens.next(target) is None:
-                kind = "last tokens have no loss"
-            found[kind].append((number, target))
-        for kind, predictions in found.items():
-            documents = {self.tokens.document[number] for number, _ in predictions}
-            yield Finding(kind, f"{len(predictions)} of {len(self.wanted)} targets, {_named(documents)}")
-
-    def _later_starts(self) -> set[int]:
-        """Returns tokens that begin a row, or a run of one, but no document."""
-        found = set()
-        for _, row in self.calls:
-            for before, number in zip([-1, *row], row, strict=False):
-                if number >= 0 and self.tokens.place[number] and (before < 0 or self.tokens.next(before) != number):
-                    found.add(number)
-        return found
-
-    def _weights(self) -> Iterator[Finding]:
-        """Yields how the weights of the predictions that count differ from 1/N."""
-        if not self.kept:
-            return
-        several = {each: w / max(1, self.count[self.wanted[each]]) for each, w in self.kept.items()}
-        if not self._even(self.kept.values()) and self._even(several.values()):
-            repeated = {self.tokens.document[number] for number, n in self.count.items() if n > 1}
-            yield Finding("documents are repeated in the step", _named(repeated))
-            return
-        if self._even(self.kept.values()):
-            yield from self._scale(sum(self.kept.values()) / len(self.kept))
-            return
-        for name, group_of in self._groups().items():
-            groups = defaultdict[object, list[float]](list)
-            for prediction, weight in (self.kept | self.extra).items():
-                if prediction[0] >= 0:
-                    groups[group_of(prediction)].append(weight)
-            if len(groups) > 1 and all(self._even(weights) for weights in groups.values()):
-                sums = [sum(weights) for weights in groups.values()]
-                if self._even(sums):
-                    yield Finding(f"the loss is a mean of means of {name}", f"each of {len(groups)} counts alike")
-                else:
-                    firsts = ", ".join(f"{weights[0]:.3g}" for weights in list(groups.values())[:4])
-                    yield Finding(f"weights differ by {name}", f"{firsts} times 1/N")
+def _places(facts: Facts) -> Iterator[Finding]:
+    if not facts.unknown:
+        return
+    tokens, ranks = facts.tokens, range(facts.record.ranks) if facts.record.ranks > 1 else ()
+    first = f"first at token {tokens.place[min(facts.unknown)]} of document {tokens.document[min(facts.unknown)]}"
+    every = facts.unknown | facts.known
+    for rank in (None, *ranks):
+        held = {number for number in every if rank is None or facts.rank(number) == rank}
+        for kind, holds in PLACES.items():
+            if {number for number in held if holds(facts, number)} == facts.unknown:
+                yield Finding(kind, first if rank is None else f"{first}, on rank {rank}")
                 return
-        least, most = min(self.kept.values()), max(self.kept.values())
-        yield Finding("weights of predictions differ", f"from {least:.3g} to {most:.3g} times 1/N")
+    yield Finding("hidden states are wrong", f"of {len(facts.unknown)} of {len(every)} tokens, {first}")
 
-    def _scale(self, factor: float) -> Iterator[Finding]:
-        """Yields a common factor that is neither 1 nor that of a mean over what is trained."""
-        wanted, trained = len(self.wanted), sum(self.kept.values()) + sum(self.extra.values())
-        if min(abs(factor - 1), abs(trained / wanted - 1)) < self.same:  # 1/N for all targets, or for all that is trained
-            return
-        ranks, micro_batches = self.record.ranks, 1 + max(call.number for call in self.record.calls)
-        counts = {"ranks": ranks, "micro-batches": micro_batches, "ranks × micro-batches": ranks * micro_batches}
-        tokens = sum(len(row) for _, row in self.calls)
-        known = {f"× {count}, the number of {name}": float(count) for name, count in counts.items() if count > 1}
-        known |= {f"÷ {count}, the number of {name}": 1 / count for name, count in counts.items() if count > 1}
-        known |= {"a sum and no mean": wanted, "divided by all tokens, not by the targets": wanted / tokens}
-        known["divided by the tokens of documents, not by the targets"] = wanted / sum(self.count.values())
-        known["divided by the tokens but the first of each, not by the targets"] = wanted / (
-            sum(self.count.values()) - len(self.documents)
-        )
-        for words, value in known.items():
-            for base in (1.0, wanted * factor / trained):
-                if abs(factor / (base * value) - 1) < self.same:
-                    yield Finding("the loss has a wrong scale", words)
-                    return
-        yield Finding("the loss has a wrong scale", f"× {factor:.4g}")
 
-    def _even(self, values: Iterable[float]) -> bool:
-        values = list(values)
-        return max(values) - min(values) < self.same * max(abs(max(values)), abs(min(values)))
+def _extra(facts: Facts) -> list[Finding]:
+    found = defaultdict[str, list[Pair]](list)
+    for pair in facts.extra:
+        found[next(kind for kind, holds in EXTRA.items() if holds(facts, *pair))].append(pair)
+    for kind in (NOT_SHIFTED, SHIFTED_TWICE):
+        if len(found.get(kind, ())) < len(found.get(OF_OTHERS, ())):  # by chance
+            found[OF_OTHERS] += found.pop(kind, [])
+    findings = list[Finding]()
+    for kind, pairs in found.items():
+        owners = [facts.tokens.number.get(target, -1) if number < 0 else number for number, target in pairs]
+        documents = facts.named(number for number in owners if number >= 0) if max(owners) >= 0 else ""
+        findings.append(Finding(kind, f"{len(pairs)} predictions, {documents}" if documents else ""))
+    return findings
 
-    def _groups(self) -> dict[str, Callable[[Prediction], object]]:
-        """Returns what predictions may be averaged over: names, and the group of a prediction."""
-        at, document = self._places(), self.tokens.document
-        return {
-            "ranks": lambda each: at[each[0]][0],
-            "micro-batches": lambda each: at[each[0]][:2],
-            "micro-batches of all ranks": lambda each: at[each[0]][1],
-            "rows": lambda each: at[each[0]][2],
-            "documents": lambda each: document[each[0]],
-        }
 
-    def _places(self) -> dict[int, tuple[int, int, int]]:
-        """Returns where each token is first: rank, call, row of all calls."""
-        at: dict[int, tuple[int, int, int]] = {}
-        for place, (call, row) in enumerate(self.calls):
-            for number in row:
-                at.setdefault(number, (call.rank, call.number, place))
-        return at
+def _lost(facts: Facts) -> Iterator[Finding]:
+    found, predicted = defaultdict[str, list[int]](list), {target for _, target in facts.extra}
+    for number, target in facts.lost:
+        if target not in predicted:  # by another token
+            found[next(kind for kind, holds in LOST.items() if holds(facts, number + 1))].append(number)
+    for kind, numbers in found.items():
+        yield Finding(kind, f"{len(numbers)} of {len(facts.wanted)} targets, {facts.named(numbers)}")
 
-    # --- backward, ranks and log
 
-    def _ranks(self) -> Iterator[Finding]:
-        if self.record.apart:
-            worst = max(self.record.apart, key=lambda name: self.record.apart[name])
-            all_of_them = len(self.record.apart) == len(self.record.gradients)
-            which = "of all parameters" if all_of_them else f"of {_suffixes(self.record.apart)}"
-            yield Finding("gradients differ between ranks", f"those {which}, by up to {self.record.apart[worst]:.0%}")
+def _weights(facts: Facts) -> Iterator[Finding]:
+    """Yields how the weights of the predictions that count differ from 1/N."""
+    weights = facts.kept.values()
+    if not facts.kept:
+        return
+    if facts.even(weights):
+        yield from _scale(facts, sum(weights) / len(weights))
+        return
+    if facts.even(weight / max(1, facts.count[number + 1]) for (number, _), weight in facts.kept.items()):
+        yield Finding("documents are repeated in the step", facts.named(n for n, count in facts.count.items() if count > 1))
+        return
+    even = dict[str, list[list[float]]]()
+    for name, group_of in MEANS.items():
+        groups = defaultdict[object, list[float]](list)
+        for (number, _), weight in (facts.kept | facts.extra).items():
+            if number >= 0:
+                groups[group_of(facts, number)].append(weight)
+        if len(groups) > 1 and all(map(facts.even, groups.values())):
+            even[name] = list(groups.values())
+    if means := next((name for name, groups in even.items() if facts.even(map(sum, groups))), None):
+        yield Finding(f"the loss is a mean of means of {means}", f"each of {len(even[means])} counts alike")
+    elif even:
+        name, several = next(iter(even.items()))
+        yield Finding(f"weights differ by {name}", f"{', '.join(f'{each[0]:.3g}' for each in several[:4])} times 1/N")
+    else:
+        yield Finding("weights of predictions differ", f"from {min(weights):.3g} to {max(weights):.3g} times 1/N")
 
-    def _backward(self) -> Iterator[Finding]:
-        if self.reference.output is None or not self.fit.whole:
-            return
-        sizes = {name: float(value.norm()) for name, value in self.fit.gradients.items()}
-        least = 1e-3 * max(sizes.values())
-        off = defaultdict[str, dict[str, str]](dict)
-        for name, expected in self.fit.gradients.items():
-            found = self.record.gradients[name]
-            if float((found - expected).norm()) > BACKWARD * max(sizes[name], least):
-                ratio = float((found * expected).sum()) / max(sizes[name] ** 2, 1e-300)
-                scaled = float((found - ratio * expected).norm()) < BACKWARD * float(found.norm())
-                words = "none" if not found.any() else f"{ratio:.3g} times what it should be" if scaled else "another"
-                layer = next((part for part in name.split(".") if part.isdigit()), "")
-                off[layer][name] = words
-        if off:  # what is wrong in a layer shows in all before it
-            last = max(off, key=lambda layer: int(layer or -1))
-            how = ", ".join(sorted(set(off[last].values())))
-            others = f"; {sum(map(len, off.values())) - len(off[last])} before it follow" if len(off) > 1 else ""
+
+def _scale(facts: Facts, factor: float) -> Iterator[Finding]:
+    """Yields a common factor that is neither 1 nor that of a mean over what is trained."""
+    wanted, trained = len(facts.wanted), sum(facts.kept.values()) + sum(facts.extra.values())
+    if min(abs(factor - 1), abs(trained / wanted - 1)) < facts.same:  # 1/N for all targets, or for all that is trained
+        return
+    ranks, micro_batches = facts.record.ranks, 1 + max(row.call for row in facts.record.calls)
+    counts = {"ranks": ranks, "micro-batches": micro_batches, "ranks × micro-batches": ranks * micro_batches}
+    counts = {name: count for name, count in counts.items() if count > 1}
+    tokens, held = sum(len(row.ids) for row in facts.record.calls), sum(facts.count.values())
+    divisors = {"all tokens": tokens, "the tokens of documents": held}
+    divisors |= {"the tokens but the first of each": held - len(facts.documents)}
+    known = {f"× {count}, the number of {name}": float(count) for name, count in counts.items()}
+    known |= {f"÷ {count}, the number of {name}": 1 / count for name, count in counts.items()}
+    known |= {"a sum and no mean": wanted}
+    known |= {f"divided by {name}, not by the targets": wanted / count for name, count in divisors.items()}
+    bases = (1.0, wanted * factor / trained)
+    near = (words for words, value in known.items() if any(abs(factor / (base * value) - 1) < facts.same for base in bases))
+    yield Finding("the loss has a wrong scale", next(near, f"× {factor:.4g}"))
+
+
+def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
+    """Yields parameters whose gradients do not follow from the weights: what is wrong in a layer shows in all before it."""
+    sizes = {name: float(value.norm()) for name, value in gradients.items()}
+    off = defaultdict[int, dict[str, str]](dict)
+    for name, expected in gradients.items() if facts.reference.output else ():
+        found = facts.record.gradients[name]
+        if float((found - expected).norm()) > BACKWARD * max(sizes[name], 1e-3 * max(sizes.values())):
+            ratio = float((found * expected).sum()) / max(sizes[name] ** 2, 1e-300)
+            scaled = float((found - ratio * expected).norm()) < BACKWARD * float(found.norm())
+            words = "none" if not found.any() else f"{ratio:.3g} times what it should be" if scaled else "another"
+            off[next((int(part) for part in name.split(".") if part.isdigit()), -1)][name] = words
+    if off:
+        last = max(off)
+        how = ", ".join(sorted(set(off[last].values())))
+        where = f" in layer {last}" if last >= 0 else ""
+        others = f"; {sum(map(len, off.values())) - len(off[last])} before it follow" if len(off) > 1 else ""
+        yield Finding("the backward pass is wrong", f"{_suffixes(off[last])}{where}: {how}{others}")
+
+
+def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
+    record = facts.record
+    if record.loss is not None and loss is not None:
+        right = _right_loss(facts)
+        if min(abs(record.loss - right), abs(record.loss - loss)) > LOGGED * right:
             yield Finding(
-                "the backward pass is wrong", f"{_suffixes(off[last])}{f' in layer {last}' * bool(last)}: {how}{others}"
+                "the logged loss is wrong", f"{record.loss:.5g} and not {right:.5g} ({record.loss / right:.4g} times)"
             )
-
-    def _log(self) -> Iterator[Finding]:
-        if (logged := self.record.loss) is not None and self.fit.whole:
-            right = self._loss()
-            if min(abs(logged - right), abs(logged - self.fit.loss)) > LOGGED * right:
-                yield Finding("the logged loss is wrong", f"{logged:.5g} and not {right:.5g} ({logged / right:.4g} times)")
-        if (norm := self.record.norm) is not None and not self.record.apart:
-            actual = sum(float(value.norm()) ** 2 for value in self.record.gradients.values()) ** 0.5
-            if abs(norm - actual) > LOGGED * actual:
-                yield Finding(
-                    "the logged gradient norm is wrong", f"{norm:.5g} and not {actual:.5g} ({norm / actual:.4g} times)"
-                )
-
-    def _loss(self) -> float:
-        """Returns the mean loss of the wanted predictions, documents apart."""
-        total = 0.0
-        for document in self.documents:
-            numbers = self.tokens.of(document)
-            ids = [self.tokens.ids[n] for n in numbers]
-            pairs = zip(numbers, [*ids[1:], None], strict=True)
-            targets = [target if target is not None and (n, target) in self.wanted else None for n, target in pairs]
-            if any(target is not None for target in targets):
-                total += float(self.reference.losses(Sequence(tuple(numbers), tuple(range(len(ids)))), ids, targets).sum())
-        return total / len(self.wanted)
-
-    def picture(self) -> list[str]:
-        """Returns a line for each document with a wrong weight; of its targets `.` are right, `0` lost, `+` and `-` off."""
-        lines = list[str]()
-        if not self.lost and not self.extra and self.kept and self._even(self.kept.values()):
-            return lines
-        for document in self.documents:
-            signs = ""
-            for number in self.tokens.of(document)[:-1]:
-                prediction = (number, self.tokens.ids[number + 1])
-                weight, wanted = self.relative.get(prediction, 0.0), float(prediction in self.wanted)
-                signs += "." if abs(weight - wanted) < SAME else "0" if abs(weight) < SAME else "+" if weight > wanted else "-"
-            if signs.strip("."):
-                lines.append(f"document {document:2} {signs[:96]}{'…' if len(signs) > 96 else ''}")
-        return lines
+    if record.norm is not None and not record.apart:
+        norm = sum(float(value.norm()) ** 2 for value in record.gradients.values()) ** 0.5
+        if abs(record.norm - norm) > LOGGED * norm:
+            words = f"{record.norm:.5g} and not {norm:.5g} ({record.norm / norm:.4g} times)"
+            yield Finding("the logged gradient norm is wrong", words)
 
 
-def _named(documents: Iterable[int]) -> str:
-    numbers = [str(document) for document in sorted(documents)]
-    shown = ", ".join(numbers[:4]) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
-    return f"document{'s' * (len(numbers) > 1)} {shown}"
+def _right_loss(facts: Facts) -> float:
+    """Returns the mean loss of the wanted predictions, documents apart."""
+    right = dict[Prediction, float]()
+    for document in facts.documents:
+        numbers = facts.tokens.of(document)
+        sequence = Sequence(tuple(numbers), tuple(range(len(numbers))))
+        own = (pair for pair in facts.wanted if pair[0] in numbers)
+        right |= {Prediction(sequence, facts.tokens.place[number], target): 1 / len(facts.wanted) for number, target in own}
+    return facts.reference.gradients(right)[0]
+
+
+def picture(facts: Facts) -> list[str]:
+    """Returns a line for each document with a wrong weight; of its targets `.` are right, `0` lost, `+` and `-` off."""
+    if not facts.fit.exact or not (facts.lost or facts.extra or (facts.kept and not facts.even(facts.kept.values()))):
+        return []
+    lines = list[str]()
+    for document in facts.documents:
+        signs = ""
+        for number in facts.tokens.of(document)[:-1]:
+            pair = (number, facts.tokens.ids[number + 1])
+            weight, wanted = facts.relative.get(pair, 0.0), float(pair in facts.wanted)
+            signs += "." if abs(weight - wanted) < SAME else "0" if abs(weight) < SAME else "+" if weight > wanted else "-"
+        if signs.strip("."):
+            lines.append(f"document {document:2} {signs[:96]}{'…' if len(signs) > 96 else ''}")
+    return lines
 
 
 def _suffixes(names: Iterable[str]) -> str:

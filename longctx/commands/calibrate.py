@@ -5,16 +5,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import check_writable, said_once
+from longctx.commands.output import check_writable
 from longctx.config import load, overview
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.calibration import Measured
-    from longctx.parallel.environment import Launch
 
 SUMMARY = "Measure the hardware profile of this machine for a model"
-OVERRIDES = True
+OVERRIDES = PROCESSES = True
 VOCABULARY = 4096
 """Default vocabulary, that of `longctx prepare`."""
 FAR_OFF = 0.2
@@ -38,28 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def starts_processes(arguments: argparse.Namespace) -> bool:
-    return True
-
-
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.parallel.environment import Launch
-
-    launch = Launch.read()
-    with said_once(launch):
-        _profile(arguments, launch)
-    return 0
-
-
-def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     import torch
 
     from longctx.calibration import measure_profile
     from longctx.parallel.device import prepare_device
+    from longctx.parallel.environment import Launch
     from longctx.planning.hardware_profile import HardwareProfile
     from longctx.training.build import join_run, prepare_run_kernels
     from longctx.training.run_profile import default_profile
 
+    launch = Launch.read()
     # Ignore context.profile: it may name the file to be written.
     settings = [*arguments.overrides, "context.profile=null"]
     config = load(arguments.config, settings, world_size=launch.world_size)
@@ -92,6 +80,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     if launch.rank == 0:
         arguments.out.write_text(measured.to_yaml(), "utf-8")
         _draw(measured, arguments.out)
+    return 0
 
 
 def _ends(efficiency: list[list[float]]) -> str:

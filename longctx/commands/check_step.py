@@ -7,6 +7,7 @@ from pathlib import Path
 from longctx.errors import UserError
 
 SUMMARY = "Name what is wrong with packing, padding, accumulation or context parallelism in a step of any trainer"
+PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0 right, 1 wrong in ways that have a name, 2 wrong in another way, 3 refused. On several ranks:\n"
         "longctx check-step check.py --processes 2, or torchrun --nproc-per-node 2 -m longctx check-step check.py"
     )
-
-
-def starts_processes(arguments: argparse.Namespace) -> bool:
-    return True
 
 
 def run(arguments: argparse.Namespace) -> int:

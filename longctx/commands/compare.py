@@ -7,7 +7,6 @@ mix, a file, a store or groups. Plans are scored, nothing is trained: `longctx m
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,14 +68,17 @@ def parse_baseline(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.comparison.modelled import mean_rows
+    from longctx.comparison.modelled import compare_case, mean_rows
     from longctx.training.run_profile import preset_profile
 
     check_writable(arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
     source, cases, changed = _cases(arguments, named.profile)
-    detailed = min({case.ranks for case in cases}, key=lambda ranks: abs(ranks - DETAILED))
-    rows = _compare(cases, named.profile)
+    rows: list[PlannerRow] = []
+    with progress_bar() as show:
+        for number, case in enumerate(cases):
+            show(f"planning {case.ranks} ranks", number / len(cases))
+            rows += compare_case(case, named.profile)
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
@@ -88,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         from longctx.comparison.table import print_comparison
 
+        detailed = min({case.ranks for case in cases}, key=lambda ranks: abs(ranks - DETAILED))
         print_comparison(means, detailed, "; ".join([source.words, *changed]), Console())
     return 0
 
@@ -96,29 +99,16 @@ def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["
     """Returns the source of the steps, the steps, and notes on documents that were split or dropped."""
     from longctx.comparison.steps import make_cases
 
-    default = "error" if kind_of_source(arguments) == "file" else "split"
-    long_documents = arguments.long_documents or default
-    tokens_per_rank = arguments.tokens_per_rank
+    long_documents = arguments.long_documents or ("error" if kind_of_source(arguments) == "file" else "split")
     steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
-    source = open_source(arguments, tokens_per_rank, steps, long_documents)
+    source = open_source(arguments, arguments.tokens_per_rank, steps, long_documents)
     cases, changed = make_cases(
         source,
         arguments.ranks or DEFAULT_RANKS,
-        tokens_per_rank,
+        arguments.tokens_per_rank,
         profile,
         long_documents,
         all_must_fit=arguments.ranks is not None,
         fixed_degree=arguments.baseline,
     )
     return source, cases, changed
-
-
-def _compare(cases: Sequence["Case"], profile: "HardwareProfile") -> list["PlannerRow"]:
-    from longctx.comparison.modelled import compare_case
-
-    rows: list[PlannerRow] = []
-    with progress_bar() as show:
-        for number, case in enumerate(cases):
-            show(f"planning {case.ranks} ranks", number / len(cases))
-            rows += compare_case(case, profile)
-    return rows

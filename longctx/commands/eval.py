@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import said_once
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from longctx.training.validation import Documents
 
 SUMMARY = "Evaluate a run or a checkpoint: loss by length and position"
-OVERRIDES = True
+OVERRIDES = PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,24 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def starts_processes(arguments: argparse.Namespace) -> bool:
-    return True
-
-
 def run(arguments: argparse.Namespace) -> int:
     from longctx.evaluation.target import Target
     from longctx.parallel.device import prepare_device
     from longctx.parallel.environment import Launch
 
     launch = Launch.read()
-    with said_once(launch):
-        if arguments.documents is not None and arguments.documents < 1:
-            raise UserError(f"--documents is {arguments.documents}: must be at least 1")
-        target = Target.open(arguments.target, arguments.overrides, launch.world_size)
-        device = prepare_device(target.config.train.device, launch)
-        work = _documents(arguments, target, launch.world_size)
-        target.check(work.store.tokenizer)
-        _evaluate(arguments, target, work, launch, device)
+    if arguments.documents is not None and arguments.documents < 1:
+        raise UserError(f"--documents is {arguments.documents}: must be at least 1")
+    target = Target.open(arguments.target, arguments.overrides, launch.world_size)
+    device = prepare_device(target.config.train.device, launch)
+    work = _documents(arguments, target, launch.world_size)
+    target.check(work.store.tokenizer)
+    _evaluate(arguments, target, work, launch, device)
     return 0
 
 

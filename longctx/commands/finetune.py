@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from longctx.commands import prepare
 from longctx.commands.lengths import add_stand_in_options, stands_in
-from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.problems import yaml_text
 from longctx.config.reading import Values
@@ -98,14 +97,11 @@ def _checked(arguments: argparse.Namespace) -> int:
     import torch
     from torch.distributed import is_torchelastic_launched
 
-    from longctx.parallel.environment import Launch
-
     if is_torchelastic_launched():
-        with said_once(Launch.read()):
-            raise UserError(
-                "torchrun started this process, but finetune starts its own: omit torchrun, and give --processes; on several "
-                "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
-            )
+        raise UserError(
+            "torchrun started this process, but finetune starts its own: omit torchrun, and give --processes; on several "
+            "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
+        )
     given = stands_in(arguments)
     if arguments.data is None and not given:
         raise UserError(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import given_options
 from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
@@ -117,8 +116,9 @@ def refuse_other_kinds(arguments: argparse.Namespace, kinds: Mapping[str, tuple[
     """Raises UserError for an option of another kind of source."""
     kind = kind_of_source(arguments)
     for name, supported in kinds.items():
-        if kind not in supported and (options := given_options(arguments, name)):
-            raise UserError(f"{options[0]} needs a {' or '.join(supported)}, but the lengths come from a {kind}: omit it")
+        if kind not in supported and getattr(arguments, name) is not None:
+            option, kinds_of_it = name.replace("_", "-"), " or ".join(supported)
+            raise UserError(f"--{option} needs a {kinds_of_it}, but the lengths come from a {kind}: omit it")
 
 
 def read_lengths(path: Path) -> list[int]:

@@ -6,16 +6,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import check_writable, said_once
+from longctx.commands.output import check_writable
 from longctx.config import load, overview
 from longctx.errors import raise_together
 
 if TYPE_CHECKING:
     from longctx.comparison.measured import MeasuredComparison
-    from longctx.parallel.environment import Launch
 
 SUMMARY = "Train the same documents with dynamic and static degrees in turn, and compare the measured times"
-OVERRIDES = True
+OVERRIDES = PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,31 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def starts_processes(arguments: argparse.Namespace) -> bool:
-    return True
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Trains under every mode and prints the times. Returns 1 if the losses of the modes differ, 143 after SIGTERM."""
-    from longctx.parallel.environment import Launch
-
-    launch = Launch.read()
-    with said_once(launch):
-        measured = _measure(arguments, launch)
-    if not measured.losses_equal:
-        return 1
-    return 143 if measured.ended_early else 0
-
-
-def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredComparison":
     from longctx.comparison.measured import train_in_turn
+    from longctx.parallel.environment import Launch
     from longctx.training.build import join_run
     from longctx.training.checks import checks_of
     from longctx.training.run import Run
     from longctx.training.run_profile import run_profile
 
-    out: Path | None = arguments.out
-    check_writable(out)
+    check_writable(arguments.out)
+    launch = Launch.read()
     show = launch.rank == 0
     config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
     run = Run.open(config)
@@ -81,13 +66,15 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     groups.close()
     if show:
         content = measured.to_json()
-        if out is not None:
-            out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
         if arguments.json:
             print(json.dumps(content))
         else:
             _draw(measured)
-    return measured
+    if not measured.losses_equal:
+        return 1
+    return 143 if measured.ended_early else 0
 
 
 def _draw(measured: "MeasuredComparison") -> None:

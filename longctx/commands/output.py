@@ -1,4 +1,4 @@
-"""Helpers of the commands: given options, errors printed once per node, CSV files, and progress bars."""
+"""Output of the commands: files to write, and progress bars; and the error for words that no command takes."""
 
 import argparse
 import csv
@@ -15,44 +15,22 @@ from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.data.store.writer import Progress as Show
-    from longctx.parallel.environment import Launch
 
-GRACE_S = 10
-"""Seconds that local rank 0 has to print an error before other ranks do."""
 PICTURES = (".png", ".svg", ".pdf")
 LINES_EVERY_S = 10
 """Seconds between two lines of progress where there is no terminal."""
 
 
-def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Returns the named options that were given, as on the command line: `["--global-tokens"]`."""
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
-
-
-@contextmanager
-def said_once(launch: "Launch") -> Iterator[None]:
-    """Lets local rank 0 be the first to print a UserError or OSError; other ranks that live on print theirs after some seconds.
-
-    torchrun ends all processes when one fails. So an error of all ranks is printed once per node, and a rank-local error by
-    that rank.
-    """
-    try:
-        yield
-    except (UserError, OSError):
-        if launch.local_rank > 0:
-            time.sleep(GRACE_S)
-        raise
-
-
-def check_writable(*paths: Path | None) -> None:
+def check_writable(path: Path | None) -> None:
     """Raises UserError if a file cannot be written; called before anything is computed."""
-    for path in (path for path in paths if path is not None):
-        if path.is_dir():
-            raise UserError(f"{path} cannot be written: it is a folder; give a file name")
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{path} cannot be written: folder {path.parent} does not exist; create it, or choose another")
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise UserError(f"{path} cannot be written: permission denied; choose another")
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{path} cannot be written: it is a folder; give a file name")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{path} cannot be written: folder {path.parent} does not exist; create it, or choose another")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{path} cannot be written: permission denied; choose another")
 
 
 def check_picture(path: Path | None) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from longctx.commands.lengths import (
     add_planning_options,
@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_picture(arguments.png)
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
-    step = _step(arguments)
+    lengths, source, longest = _step(arguments)
     planned = preset_profile(arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank)
     plan = make_plan(
-        step.lengths,
+        lengths,
         ranks=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
         profile=planned.profile,
@@ -82,12 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
         bins=arguments.bins,
         pipeline=pipeline,
     )
-    baseline = _fixed_static(plan, step.longest)
+    baseline = _fixed_static(plan, longest)
     bins = None
     if plan.mode == "bins":
         bins = arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank)
     if arguments.png:
-        _save(plan, baseline, f"lengths: {step.source}; times: modelled, profile {planned.name}", arguments.png)
+        _save(plan, baseline, f"lengths: {source}; times: modelled, profile {planned.name}", arguments.png)
     print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         more = {} if bins is None else {"bins": bins}
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         from longctx.plots.terminal import draw_plan
 
         console = Console()
-        draw_plan(plan, console, step.source, baseline)
+        draw_plan(plan, console, source, baseline)
         if bins is not None:
             rows = (f"    {longest}: {degree}" for longest, degree in bins.items())
             print(
@@ -151,25 +151,20 @@ def parse_bins(text: str) -> dict[int, int]:
     return bins
 
 
-class PlannedStep(NamedTuple):
-    """Documents of a step: their lengths, the source in words, and the longest document of the data set."""
+def _step(arguments: argparse.Namespace) -> tuple[list[int], str, int]:
+    """Returns lengths, their source in words, and the longest document of the data set.
 
-    lengths: list[int]
-    source: str
-    longest: int
-
-
-def _step(arguments: argparse.Namespace) -> PlannedStep:
-    """Returns all documents of a file, a step drawn from a mix, or the first step of training on a store."""
+    The step is all of a file, drawn from a mix, or the first one of training on a store.
+    """
     from longctx.planning.layout import longest_document
 
     if kind_of_source(arguments) == "file":
         refuse_other_kinds(arguments, KINDS)
         lengths = read_lengths(arguments.lengths)
-        return PlannedStep(lengths, f"all of {arguments.lengths} as one step", max(lengths))
+        return lengths, f"all of {arguments.lengths} as one step", max(lengths)
     ranks, tokens_per_rank = arguments.ranks, arguments.tokens_per_rank
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     source = open_source(arguments, tokens_per_rank, steps=1, long_documents="split", kinds=KINDS)
     (lengths,), *_ = source.draw(ranks, longest)
     words = f"mix {arguments.mix}, seed {source.seed}" if arguments.mix else source.words
-    return PlannedStep(lengths, words, min(longest, source.longest))
+    return lengths, words, min(longest, source.longest)

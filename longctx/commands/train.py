@@ -4,12 +4,11 @@ import argparse
 from pathlib import Path
 
 from longctx.commands.lengths import add_stand_in_options, stands_in
-from longctx.commands.output import said_once
 from longctx.config import load, overview
 from longctx.errors import UserError
 
 SUMMARY = "Train a model on packed documents, with a context-parallel degree that changes by the document"
-OVERRIDES = True
+OVERRIDES = PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,42 +43,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def starts_processes(arguments: argparse.Namespace) -> bool:
-    return not arguments.dry_run
-
-
 def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.environment import Launch
 
-    launch = Launch.read()
+    world_size = Launch.read().world_size
     if arguments.dry_run:
         from longctx.commands.dry_run import dry_run, stand_in_store
 
         numbers = [number for number in (arguments.gpus, arguments.processes) if number is not None]
-        ranks = numbers[0] if numbers else launch.world_size
+        ranks = numbers[0] if numbers else world_size
         if ranks < 1:
             raise UserError(f"--{'gpus' if arguments.gpus is not None else 'processes'} is {ranks}: give 1 or more")
         config = load(arguments.config, arguments.overrides, world_size=ranks)
         dry_run(config, ranks, stand_in_store(arguments, config))
         return 0
-    with said_once(launch):
-        from longctx.start import train
-        from longctx.training.trace import parse_steps
+    from longctx.start import train
+    from longctx.training.trace import parse_steps
 
-        if arguments.gpus is not None:
-            raise UserError("--gpus requires --dry-run: to train on N processes of this machine, give --processes N")
-        stands_in(arguments)
-        traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
-        step, file = _step(arguments.resume, arguments.config)
-        config = load(file, arguments.overrides, world_size=launch.world_size)
-        return train(
-            config,
-            resume=arguments.resume is not None,
-            step=step,
-            resume_if_any=arguments.resume_if_any,
-            continued=arguments.continued,
-            trace_steps=traced,
-        )
+    if arguments.gpus is not None:
+        raise UserError("--gpus requires --dry-run: to train on N processes of this machine, give --processes N")
+    stands_in(arguments)
+    traced = None if arguments.trace_steps is None else parse_steps(arguments.trace_steps)
+    step, file = _step(arguments.resume, arguments.config)
+    return train(
+        load(file, arguments.overrides, world_size=world_size),
+        resume=arguments.resume is not None,
+        step=step,
+        resume_if_any=arguments.resume_if_any,
+        continued=arguments.continued,
+        trace_steps=traced,
+    )
 
 
 def _step(resumed: str | bool | None, config: Path | None) -> tuple[int | None, Path | None]:

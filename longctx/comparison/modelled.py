@@ -5,10 +5,9 @@ steps, the smallest or the best, as in trainers without dynamic degrees; and the
 static`).
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from statistics import fmean
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean, geometric_mean
 from types import MappingProxyType
 from typing import Any
 
@@ -199,9 +198,9 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dic
 
 
 def mean_rows(rows: Sequence[PlannerRow]) -> list[PlannerRow]:
-    """Returns one row per number of ranks and planner: means over seeds, geometric for speedups; the most frequent `winner`.
+    """Returns one row per number of ranks and planner, of all seeds, as MEANS says; the most frequent `winner`.
 
-    Memory is the maximum over seeds. A planner that failed for some seed has no values, and the first of its notes.
+    A planner that failed for some seed has no values, and the first of its notes.
     """
     groups: dict[tuple[int, str], list[PlannerRow]] = {}
     for row in rows:
@@ -209,29 +208,27 @@ def mean_rows(rows: Sequence[PlannerRow]) -> list[PlannerRow]:
     return [_mean(group) for group in groups.values()]
 
 
-DESCRIPTION = ("documents", "tokens", "longest")
-MOST = ("most_tokens", "remote_tokens")
-FIGURES = (
-    *("makespan_s", "lower_bound_s", "no_barrier_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share"),
-    *("idle_share", "fixed_share", "padding_share", "planning_ms"),
-)
+def _rounded(values: Sequence[float]) -> int:
+    return round(fmean(values))
+
+
+MEANS: dict[str, Callable[[Sequence[float]], float]] = {
+    **dict.fromkeys(("documents", "tokens", "longest", "micro_batches"), _rounded),
+    **dict.fromkeys(("most_tokens", "remote_tokens"), max),
+    **dict.fromkeys(SPEEDUPS, geometric_mean),
+}
+"""How one number is made of those of several seeds; of others: the mean."""
+SAME = ("seed", "ranks", "tokens_per_rank", "planner", "note")
 
 
 def _mean(rows: list[PlannerRow]) -> PlannerRow:
-    values: dict[str, Any] = asdict(rows[0])
-    values |= {name: round(fmean(getattr(row, name) for row in rows)) for name in DESCRIPTION}
-    values["note"] = next((row.note for row in rows if row.note), "")
-    if values["note"]:
-        values |= dict.fromkeys((*FIGURES, *MOST, "micro_batches", *SPEEDUPS), None) | {"winner": ""}
-        return PlannerRow(**values)
-    winners = [row.winner for row in rows]
-    values["winner"] = max(winners, key=winners.count)
-    values |= {name: fmean(getattr(row, name) for row in rows) for name in FIGURES}
-    values["micro_batches"] = round(fmean(row.micro_batches or 0 for row in rows))
-    values |= {name: max((getattr(row, name) for row in rows), key=lambda most: most or 0) for name in MOST}
-    for name in SPEEDUPS:
-        speedups = [speedup for row in rows if (speedup := getattr(row, name)) is not None]
-        values[name] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
+    winners, notes = ([getattr(row, name) for row in rows] for name in ("winner", "note"))
+    note = next(filter(None, notes), "")
+    values: dict[str, Any] = {name: getattr(rows[0], name) for name in SAME}
+    values |= {"note": note, "winner": "" if note else max(winners, key=winners.count)}
+    for name in (name for name in COLUMNS if name not in values):
+        each = [getattr(row, name) for row in rows]
+        values[name] = None if None in each else MEANS.get(name, fmean)(each)
     return PlannerRow(**values)
 
 

@@ -31,9 +31,9 @@ class Launch:
 
 
 def wait_for_rank_0() -> None:
-    """Waits 2 s, but for rank 0, whose end ends this process: of an error of all ranks, it alone tells."""
+    """Waits 10 s, but for rank 0, whose end ends this process: of an error of all ranks, it alone tells."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(2.0)
+        time.sleep(10.0)
 
 
 def processes_per_node(ranks: int) -> int | None:
