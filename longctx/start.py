@@ -26,7 +26,7 @@ from longctx.training.build import join_run, prepare_run_kernels
 from longctx.training.checks import changes_of_optimizer, check_export, checks_of
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
-from longctx.training.optimizer import state_bytes
+from longctx.training.optimizer import OPTIMIZERS
 from longctx.training.run import Run
 from longctx.training.run_profile import ProfilesDiffer
 from longctx.training.saved import checkpoint
@@ -160,7 +160,7 @@ def _checkpoint_bytes(run: Run) -> int:
     spec = run.source.spec
     trained = spec.trained_parameters
     weights = trained if spec.adapted else spec.parameters
-    return torch.float32.itemsize * weights + state_bytes(run.config.optimizer, trained, spec.trained_matrices)
+    return torch.float32.itemsize * weights + OPTIMIZERS[run.config.optimizer.name].state_bytes(trained, spec.trained_matrices)
 
 
 def _notes(config: Config, device: torch.device) -> list[str]:

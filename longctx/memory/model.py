@@ -15,8 +15,7 @@ from longctx.memory.loads import Load
 from longctx.planning.cost.spec import LayerSpec, Matrix, ModelSpec
 from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
 from longctx.training.objectives.loss import tokens_at_once
-from longctx.training.optimizer import state_bytes
-from longctx.training.optimizers import muon
+from longctx.training.optimizer import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ class RankMemory:
             frozen = self.block.number if self.spec.adapted else FLOAT32
             parameters = FLOAT32 * weights.updated + frozen * (weights.all - weights.updated)
             parameters -= self.layers * weights.spared
-            optimizer = state_bytes(self.config.optimizer, weights.updated, weights.matrices) // shards
+            optimizer = OPTIMIZERS[self.config.optimizer.name].state_bytes(weights.updated, weights.matrices) // shards
             self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1
@@ -224,10 +223,9 @@ class RankMemory:
         yield self._end_of_backward()
         in_host_memory = self.fused and self.config.train.offload_optimizer
         # Without fused operations, the optimizer needs two temporaries of the largest parameter's size.
-        fused = self.fused and self.config.optimizer.name != "adamw-8bit"
-        working = 0 if fused else 2 * FLOAT32 * self.weights.largest
-        if self.config.optimizer.name == "muon":
-            working = max(working, muon.working_bytes(self.layer, self.weights.matrices // self.shards))
+        kind = OPTIMIZERS[self.config.optimizer.name]
+        temporaries = 0 if self.fused and kind.fused else 2 * FLOAT32 * self.weights.largest
+        working = max(temporaries, kind.working_bytes(self.layer, self.weights.matrices // self.shards))
         yield replace(self.fixed, moment="optimizer", gradients=0 if in_host_memory else self.shard, working=working)
 
     def _in_block(self, moment: str, **parts: int) -> Memory:

@@ -5,6 +5,7 @@ gradients.
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,62 @@ from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
 from longctx.parallel.expert import sparse_layers
 from longctx.parallel.sharding import local_part
-from longctx.training.optimizers.muon import Muon, is_first_copy
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.training.optimizers import muon
+
+Matrices = dict[nn.Parameter, int]
+"""Matrices of the blocks, and how many are stacked in each."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer of the setting `optimizer.name`, and what it costs.
+
+    Attributes:
+        make: makes it of (groups of parameters, options of AdamW, device, matrices, group of all ranks with parts of them).
+        state_bytes: bytes of its state of `parameters`, of which `matrices` are in matrices of blocks.
+        working_bytes: bytes of temporary tensors, of a block's `layer` and `held` numbers of matrices on a rank.
+        step_work: operations per rank of a model's updates on `ranks`, and numbers that it sends and receives for them, beside
+            what AdamW takes.
+        momentum: whether matrices of blocks have a momentum of their own.
+        fused: whether CUDA updates all parameters without temporary tensors.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    state_bytes: Callable[[int, int], int]
+    working_bytes: Callable[[LayerSpec, int], int] = lambda layer, held: 0
+    step_work: Callable[[ModelSpec, int], tuple[float, float]] = lambda spec, ranks: (0.0, 0.0)
+    momentum: bool = False
+    fused: bool = True
+
+
+def _eight_bit(groups: list[Any], options: dict[str, Any], *_: Any) -> torch.optim.Optimizer:
+    from longctx.training.optimizers.eight_bit import EightBit  # torchao takes seconds, and is in an extra
+
+    optimizer: torch.optim.Optimizer = EightBit(groups, **options)
+    return optimizer
+
+
+FLOAT32 = torch.float32.itemsize
+OPTIMIZERS = {
+    "adamw": OptimizerKind(
+        lambda groups, options, device, *_: torch.optim.AdamW(groups, **options, fused=device.type == "cuda"),
+        lambda parameters, matrices: 2 * FLOAT32 * parameters,
+    ),
+    "muon": OptimizerKind(
+        lambda groups, options, device, matrices, stage: muon.Muon(
+            groups, matrices, stage, device, **options, fused=device.type == "cuda"
+        ),
+        lambda parameters, matrices: FLOAT32 * (2 * parameters - matrices),  # one moment of matrices
+        muon.working_bytes,
+        muon.work_of_rank,
+        momentum=True,
+    ),
+    "adamw-8bit": OptimizerKind(  # with a scale per block
+        _eight_bit, lambda parameters, matrices: 2 * (parameters + parameters * FLOAT32 // 256), fused=False
+    ),
+}
+"""Optimizers by name."""
 
 
 def make_optimizer(
@@ -26,7 +82,8 @@ def make_optimizer(
 
     `stage` is the group of all ranks with the same parameters or parts of them; None: this process alone. Collective for Muon.
     """
-    matrices = matrices_of(model) if settings.name == "muon" else {}
+    kind = OPTIMIZERS[settings.name]
+    matrices = matrices_of(model) if kind.momentum else {}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -42,16 +99,7 @@ def make_optimizer(
             group = groups.setdefault((mesh, *options.items()), {"params": [], **options})
             group["params"].append(parameter)
     adamw: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
-    optimizer: torch.optim.Optimizer
-    if settings.name == "muon":
-        optimizer = Muon(list(groups.values()), matrices, stage, device, **adamw, fused=device.type == "cuda")
-    elif settings.name == "adamw-8bit":
-        from longctx.training.optimizers.eight_bit import EightBit  # torchao takes seconds, and is in an extra
-
-        optimizer = EightBit(list(groups.values()), **adamw)
-    else:
-        optimizer = torch.optim.AdamW(list(groups.values()), **adamw, fused=device.type == "cuda")
-    return optimizer
+    return kind.make(list(groups.values()), adamw, device, matrices, stage)
 
 
 def group_of(name: str, settings: OptimizerSection) -> ParameterGroup | None:
@@ -59,7 +107,7 @@ def group_of(name: str, settings: OptimizerSection) -> ParameterGroup | None:
     return next((group for group in settings.groups if re.search(group.match, name)), None)
 
 
-def matrices_of(model: Model) -> dict[nn.Parameter, int]:
+def matrices_of(model: Model) -> Matrices:
     """Returns the trained matrices of the blocks, and how many are stacked in each: one, or one per expert.
 
     Vectors are no matrices, nor are depthwise convolutions, which have a side of 1.
@@ -72,17 +120,6 @@ def matrices_of(model: Model) -> dict[nn.Parameter, int]:
         for parameter in model.layers.parameters()
         if parameter.requires_grad and parameter.dim() in (2, 3) and min(parameter.shape[-2:]) > 1
     }
-
-
-def state_bytes(settings: OptimizerSection, parameters: int, matrices: int) -> int:
-    """Returns the bytes of optimizer state of `parameters`, of which `matrices` are in matrices of blocks.
-
-    AdamW has two moments in float32, or in 8 bits with a scale per block; Muon has one of matrices.
-    """
-    if settings.name == "adamw-8bit":
-        return 2 * (parameters + parameters * torch.float32.itemsize // 256)
-    moments = 2 * parameters - (matrices if settings.name == "muon" else 0)
-    return moments * torch.float32.itemsize
 
 
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -132,7 +169,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, n
 @torch.no_grad()
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
     """Returns the sum of squares of this process's parts of tensors sharded over all processes; replicas count once."""
-    counted = [local_part(tensor) for tensor in tensors if is_first_copy(tensor)]
+    counted = [local_part(tensor) for tensor in tensors if muon.is_first_copy(tensor)]
     # In float32 a CPU sums naively: over 10⁸ numbers the norm would be 2 % too small.
     squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum() if counted else torch.zeros(())
     return float(squares)

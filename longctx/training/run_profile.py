@@ -24,7 +24,7 @@ from longctx.planning.cost.work import RankWork, work_of
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError, read_profile, shipped_profiles
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.training.metrics import gpu_kind
-from longctx.training.optimizers import muon
+from longctx.training.optimizer import OPTIMIZERS
 from longctx.units import format_count
 
 UNKNOWN_GPU = "h100-nvlink-ib"
@@ -172,12 +172,13 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     if config.train.float8 is not None:
         scaled = replace(scaled, profile=in_float8(scaled.profile))
         lines.append(f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of {config.dtype}")
-    if config.optimizer.name == "muon" != described.optimizer:
+    optimizer = config.optimizer.name
+    operations, numbers = OPTIMIZERS[optimizer].step_work(config.model_source(vocab_size).spec, ranks)
+    if operations and optimizer != described.optimizer:
         s_per_operation = scaled.profile.linear_s_per_token / (6 * work.computed)  # three passes of one product and one sum
-        operations, numbers = muon.work_of_rank(config.model_source(vocab_size).spec, ranks)
-        muon_s = operations * s_per_operation + 4 * numbers / scaled.profile.inter_node_bytes_per_s
-        scaled = replace(scaled, profile=replace(scaled.profile, step_s=scaled.profile.step_s + muon_s))
-        lines.append(f"Muon's updates take {muon_s:.3g} s of a step, by the speed of the model's products")
+        updates_s = operations * s_per_operation + 4 * numbers / scaled.profile.inter_node_bytes_per_s
+        scaled = replace(scaled, profile=replace(scaled.profile, step_s=scaled.profile.step_s + updates_s))
+        lines.append(f"updates by {optimizer} take {updates_s:.3g} s of a step, by the speed of the model's products")
     doubts = _doubts(name, described, device, gpu, config.dtype, default=asked is None)
     return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
 
