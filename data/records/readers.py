@@ -8,6 +8,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -260,6 +261,51 @@ def read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, 
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
         raise CorpusError(f"{wrong[0]} ({type(error).__name__}: {brief(error)}): {wrong[1]}") from error
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A split of a data set on the hub.
+
+    Attributes:
+        name, subset, split, revision: as given; `subset` is what `datasets` also calls a configuration.
+        commit: what `datasets` distinguishes versions by: the commit of the hub.
+    """
+
+    name: str
+    subset: str | None
+    split: str
+    revision: str | None
+    commit: str
+
+    @classmethod
+    def look_up(cls, name: str, subset: str | None, split: str, revision: str | None) -> "HubDataset":
+        """Asks the hub, or the cache, for the version. Raises CorpusError if neither has the data set."""
+        import datasets
+
+        builder = _asked(name, lambda: datasets.load_dataset_builder(name, subset, revision=revision))
+        return cls(name, subset, split, revision, str(builder.hash))
+
+    def open(self, streamed: bool) -> Any:
+        """Returns the split: an `IterableDataset` if it is streamed, or a `Dataset` in the cache. Raises CorpusError."""
+        import datasets
+
+        options = {"split": self.split, "revision": self.revision, "streaming": streamed}
+        return _asked(self.name, lambda: datasets.load_dataset(self.name, self.subset, **options))
+
+
+def _asked(name: str, ask: Callable[[], Any]) -> Any:
+    import datasets
+
+    try:
+        return ask()
+    except Exception as error:  # of the network, the hub and the data set
+        raise CorpusError(
+            f"source {name!r} is no file or folder, and `datasets` cannot read it from the hub ({type(error).__name__}: "
+            f"{brief(error)}): correct the path, or the name, --subset, --split or --revision. Without a network, a data set "
+            f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), or in a folder that "
+            "`save_to_disk` wrote: give that folder"
+        ) from error
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -276,3 +277,25 @@ class Store:
             return np.ones(stop - start, np.bool_)
         mask: npt.NDArray[np.bool_] = batch.trained.slice(first + start, stop - start).to_numpy(zero_copy_only=False)
         return mask
+
+
+class Lengths(Store):
+    """Documents of these lengths for planning steps; every token is trained, and none can be read.
+
+    Attributes as of `Store`; `said` describes the lengths, and the tokenizer has a size only.
+    """
+
+    def __init__(self, lengths: Sequence[int], said: str, vocab_size: int) -> None:
+        self.lengths = np.array(lengths, dtype=np.int64)
+        self.trained_tokens = np.maximum(self.lengths - 1, 0)
+        self.path = Path(said)
+        self.sources = (Source(self.path, "", range(len(self.lengths))),)
+        self.tokenizer = cast(Tokenizer, SimpleNamespace(vocab_size=vocab_size))
+        self._batches = ()
+
+    @property
+    def names(self) -> Iterator[str]:
+        yield from map(self.name, range(len(self)))
+
+    def name(self, document: int) -> str:
+        return f"document {document + 1}"

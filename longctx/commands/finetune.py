@@ -154,7 +154,7 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
 
 def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
-    from longctx.data.records.new_tokens import save_with_tokens
+    from longctx.data.records.pretrained import save_with_tokens
     from longctx.data.store.manifest import StoreError
 
     tokenizer = arguments.tokenizer or arguments.model
@@ -185,7 +185,7 @@ def _longest(arguments: argparse.Namespace, chosen: Config) -> int | None:
 def _as_prepared(lengths: "Store", long_documents: str, longest: int | None) -> "Store":
     """Returns the lengths that are left after a preparation, as of conversations."""
     from longctx.comparison.steps import fit
-    from longctx.data.store.lengths import Lengths
+    from longctx.data.store.store import Lengths
 
     if longest is None or long_documents == "error":
         return lengths
@@ -225,7 +225,7 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     """
     from longctx.parallel.device import choose_device
 
-    tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
+    tokens, longest = int(store.store.sum()), int(store.store.max())
     step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
     if "global_tokens" in chosen.batch.model_fields_set:
         step = chosen.batch.global_tokens
@@ -270,7 +270,7 @@ def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, lo
 
 
 def _summary(config: Config, store: "Store", ranks: int) -> str:
-    share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
+    share = int(store.trained_tokens.sum()) / max(1, int(store.store.sum()))
     return (
         f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens ({share:.0%} with loss) on "
         f"{ranks} ranks; peak learning rate {config.optimizer.learning_rate:g}; "

@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx import tokenizer_files
 from longctx.data.records.chat import CHATML, TEMPLATE_FILE
-from longctx.data.records.new_tokens import added_tokens
+from longctx.data.records.tokenizer import added_tokens
 from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
 from longctx.data.store.store import Store
 from longctx.hf.source import ModelSource
