@@ -24,14 +24,13 @@ from longctx.data.records.messages import FormatError
 from longctx.data.records.readers import (
     MEGATRON,
     READERS,
-    Columns,
     CorpusError,
     HubDataset,
     Reader,
     Record,
     ending_of,
     read_dataset,
-    read_rows,
+    read_hub,
     read_text,
 )
 from longctx.errors import brief
@@ -146,7 +145,7 @@ class Corpus:
         """
         counts = counts if counts is not None else SourceCounts()
         taken = size = 0
-        for document in self._records(counts):
+        for document in self._read(counts):
             _count(counts.unused, *document.unused)
             if document.is_empty or not document.has_loss:
                 counts.empty_documents += document.is_empty
@@ -159,15 +158,20 @@ class Corpus:
             if taken == self.max_documents or (self.max_bytes is not None and size >= self.max_bytes):
                 return
 
-    def _records(self, counts: SourceCounts) -> Iterator[Document]:
+    def _read(self, counts: SourceCounts) -> Iterator[Document]:
         columns = partial(columns_of, text_column=self.text_column)
-        for record in self.records(columns):
-            if isinstance(record, Record):
-                yield self._document(record)
-            elif (text := read_text(record)) is not None:
-                yield from self._separated(record, text, counts)
+        if self.kind == "dataset":
+            yield from map(self._document, read_dataset(self.root, columns, self.bytes))
+            return
+        if self.hub is not None:
+            yield from map(self._document, read_hub(self.hub, columns, streamed=bool(self.limits)))
+        for file in self.files:
+            if (reader := self._reader(file)) is not None:
+                yield from map(self._document, reader(file, self._name(file), columns))
+            elif (text := read_text(file)) is not None:
+                yield from self._separated(file, text, counts)
             else:
-                counts.skip(self._name(record))
+                counts.skip(self._name(file))
 
     def _separated(self, file: Path, text: str, counts: SourceCounts) -> Iterator[Document]:
         """Yields the documents of a text file; a line break beside a separator is part of it."""
@@ -181,19 +185,6 @@ class Corpus:
         _count(counts.noted, f"text files split where {separator!r} ends a document")
         numbered = [(number, piece) for number, piece in enumerate(pieces, start=1) if piece]
         yield from (Document(f"{name}:{number}", size / len(numbered), piece) for number, piece in numbered)
-
-    def records(self, columns: Columns) -> Iterator[Record | Path]:
-        """Yields every record, and the path of every file that is one text; of tables, the columns that `columns` chooses."""
-        if self.kind == "dataset":
-            yield from read_dataset(self.root, columns, self.bytes)
-            return
-        if self.hub is not None:
-            hub, wrong = self.hub, (f"`datasets` cannot read {self.source}", "run the command again, which goes on from there")
-            yield from read_rows(lambda: hub.open(streamed=bool(self.limits)), self.source, columns, 0, wrong)
-            return
-        for file in self.files:
-            reader = self._reader(file)
-            yield from [file] if reader is None else reader(file, self._name(file), columns)
 
     def _document(self, record: Record) -> Document:
         try:

@@ -175,39 +175,29 @@ def _decoded(content: bytes, where: str) -> str:
         raise CorpusError(f"{wrong}: save the file in UTF-8 (iconv -f ENCODING -t UTF-8)") from error
 
 
-def read_parquet(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
+    """Returns the schema of a table, the number of rows, and what makes batches of some `columns`.
+
+    An Arrow file may be a stream, as `datasets` writes it; a compressed one is decompressed as a whole.
+    """
     import pyarrow.parquet
 
-    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
-        table = pyarrow.parquet.ParquetFile(file)
-        return table.schema_arrow, table.metadata.num_rows, partial(table.iter_batches, 256)
-
-    return _read_table(file, name, columns, "a Parquet file", opened)
-
-
-def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
-    """Reads an Arrow file, or a stream as `datasets` writes it; a compressed one is decompressed as a whole."""
-    import pyarrow
-
-    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
-        source = pyarrow.memory_map(str(file))
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
-        return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
-
-    return _read_table(file, name, columns, "an Arrow file", opened)
+    if ending_of(file) == ".parquet":
+        parquet = pyarrow.parquet.ParquetFile(file)
+        return parquet.schema_arrow, parquet.metadata.num_rows, partial(parquet.iter_batches, 256)
+    source = pyarrow.memory_map(str(file))
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
+    return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
 
 
-def _read_table(
-    file: Path, name: str, columns: Columns, kind: str, opened: Callable[[], tuple[Any, int, Callable[..., Any]]]
-) -> Iterator[Record]:
-    """Yields the rows of a table, of which `opened` returns the schema, the number of rows, and batches of some columns."""
+def _read_table(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     import pyarrow
 
     row = 0
     try:
-        schema, rows, batches = opened()
+        schema, rows, batches = _open_table(file)
         if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
             raise CorpusError(f"{file} has several columns {twice!r}: columns must have different names")
         names = _columns(schema.names, columns, str(file))
@@ -220,6 +210,7 @@ def _read_table(
     except UserError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
+        kind = "a Parquet file" if ending_of(file) == ".parquet" else "an Arrow file"
         where = f"is damaged after row {row - 1}" if row else f"is not {kind}, or damaged"
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
@@ -241,10 +232,15 @@ def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
     import datasets
 
     saved = f"{folder} looks like a saved dataset, but `datasets` cannot read it", "save it again"
-    return read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), columns, size, saved)
+    return _read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), columns, size, saved)
 
 
-def read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, wrong: tuple[str, str]) -> Iterator[Record]:
+def read_hub(hub: "HubDataset", columns: Columns, *, streamed: bool) -> Iterator[Record]:
+    wrong = f"`datasets` cannot read {hub.name}", "run the command again, which goes on from there"
+    return _read_rows(lambda: hub.open(streamed), hub.name, columns, 0, wrong)
+
+
+def _read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, wrong: tuple[str, str]) -> Iterator[Record]:
     """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way out."""
     try:
         dataset = load()
@@ -324,8 +320,7 @@ READERS: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": _read_json,
-    ".parquet": read_parquet,
-    ".arrow": _read_arrow,
+    **dict.fromkeys((".parquet", ".arrow"), _read_table),
     **dict.fromkeys(MEGATRON, _read_megatron),
     ".csv": _read_csv,
     ".tsv": _read_csv,

@@ -26,6 +26,7 @@ _MARK = re.compile("[\U00100000-\U001018ff]")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning, of which a template knows one."""
 _TEXTS = ("content", *REASONING)
+_QUESTION: Message = {"role": "user", "content": "user"}
 _THOUGHT_BEGINS = re.compile(r"<think>\s*$")
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
@@ -142,7 +143,7 @@ class Template:
             text, function = '{"probe": 1}', {"name": "probe", "description": "", "parameters": {}}
             tool = {"type": "function", "function": function}
             call = {**tool, "id": "abcdefghi", "function": {**function, "arguments": text}}
-            probe = [*_probes()[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+            probe = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
             self._takes_text[tools] = False
             with suppress(ChatError):
                 self._takes_text[tools] = text in self._text(probe, [tool] * tools or None)
@@ -200,10 +201,9 @@ class Template:
 
     def _shows(self, content: Any) -> bool:
         """Returns whether the template shows the words of a content of this form, and does not print a list as it is."""
-        for question in _probes():
-            with suppress(ChatError):
-                text = self._text([*question[:-1], {**question[-1], "content": content}], None)
-                return "probe" in text and not re.search(r"""['"]type['"]""", text)
+        with suppress(ChatError):
+            text = self._text([{**_QUESTION, "content": content}], None)
+            return "probe" in text and not re.search(r"""['"]type['"]""", text)
         return False
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
@@ -295,10 +295,9 @@ class Template:
 
     @cached_property
     def _generation_prompt(self) -> str:
-        for question in _probes():
-            with suppress(ChatError):
-                without, prompt = self._text(question, None), self._text(question, None, prompt=True)
-                return prompt[len(without) :] if prompt.startswith(without) else ""
+        with suppress(ChatError):
+            without, prompt = (self._text([_QUESTION], None, prompt=asked) for asked in (False, True))
+            return prompt.removeprefix(without) if prompt.startswith(without) else ""
         return ""
 
     @cached_property
@@ -307,19 +306,17 @@ class Template:
 
         None if the template refuses the conversations that would show it.
         """
-        for question in _probes():
-            with suppress(ChatError):
-                turn = len(question)
-                answered = [*question, {"role": "assistant", "content": "assistant"}]
-                after = [self._after(messages, turn) for messages in (answered, [*answered, question[-1]])]
-                shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(*after, strict=False)))
-                return "".join(after[0][:shared]).rstrip()
+        with suppress(ChatError):
+            answered = [_QUESTION, {"role": "assistant", "content": "assistant"}]
+            after = [self._after_answer(messages) for messages in (answered, [*answered, _QUESTION])]
+            shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(*after, strict=False)))
+            return "".join(after[0][:shared]).rstrip()
         return None
 
-    def _after(self, messages: Sequence[Message], turn: int) -> list[str]:
-        """Returns the template's text after a message, in parts: special tokens and characters."""
+    def _after_answer(self, messages: Sequence[Message]) -> list[str]:
+        """Returns the template's text after the second message, in parts: special tokens and characters."""
         rendered = self._text([_marked(message, number) for number, message in enumerate(messages)], None)
-        owners, mark = _MARK.findall(rendered), chr(_FIRST + turn)
+        owners, mark = _MARK.findall(rendered), chr(_FIRST + 1)
         if mark not in owners:
             raise ChatError("the chat template omits messages")
         text = _MARK.split(rendered)[len(owners) - owners[::-1].index(mark)]
@@ -359,12 +356,6 @@ def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
     block = _EMPTY_THOUGHT.match(text, start, stop)
     own = _EMPTY_THOUGHT.match(message.get("content", ""))
     return block.end() if block and not own else start
-
-
-def _probes() -> list[list[Message]]:
-    """Returns conversations that templates accept, each of which ends with a question."""
-    system, question = ({"role": role, "content": role} for role in ("system", "user"))
-    return [[question], [system, question]]
 
 
 def _marked(message: Message, number: int, empty: bool = True) -> Message:

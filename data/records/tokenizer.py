@@ -93,14 +93,11 @@ class Tokenizer:
         A small corpus may give fewer than `vocab_size` tokens. Raises TokenizerError if `vocab_size` is below 257 (every byte
         and the end of a document) or above `LARGEST_TRAINED`.
         """
-        if vocab_size > LARGEST_TRAINED:
+        if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_TRAINED:
             raise TokenizerError(
-                f"vocabulary size is {vocab_size}: must be at most {LARGEST_TRAINED}; 4096 to 262144 are usual"
-            )
-        if vocab_size < SMALLEST_VOCABULARY:
-            raise TokenizerError(
-                f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} "
-                "(256 bytes and the end of a document); for less, use plain bytes (--tokenizer bytes)"
+                f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} (256 bytes and the end "
+                f"of a document; for less, use --tokenizer bytes), and it must be at most {LARGEST_TRAINED}; 4096 to 262144 are "
+                "usual"
             )
         inner = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from longctx.checksums import damage, inside, persistent, sealed, unsealed
+from longctx.checksums import check_files, damage, persistent, sealed, unsealed
 from longctx.data.records.corpus import SourceCounts
 from longctx.data.records.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
@@ -161,18 +161,9 @@ class Manifest(SourceCounts, Counts):
         again = f"prepare it again with {how_to_prepare(folder, ' --overwrite')}"
         try:
             manifest = cls(**unsealed(content))
-            if manifest.checksums.keys() != manifest.files.keys():
-                raise ValueError("some of its checksums are missing")
-            files = {name: (inside(folder, name), int(size)) for name, size in manifest.files.items()}
+            check_files(folder, manifest.files, manifest.checksums)
         except (ValueError, TypeError, AttributeError) as error:
-            raise StoreError(f"{path} is damaged: {error}; {again}") from error
-        for name, (file, size) in files.items():
-            actual = file.stat().st_size if file.is_file() else None
-            if actual != size:
-                raise StoreError(
-                    f"store {folder} is damaged: {name} {'is missing' if actual is None else f'has {actual:,} bytes'}, "
-                    f"but should have {size:,} bytes; {again}"
-                )
+            raise StoreError(f"store {folder} is damaged: {error}; {again}") from error
         return manifest
 
     def damage(self, folder: Path, name: str) -> str:

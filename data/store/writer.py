@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow
 
 from longctx.checksums import SummedFile, damage, sealed, unsealed
@@ -137,20 +136,18 @@ class _PartWriter:
         self.counts += Counts(dropped_documents=len(given) - len(rows))
         if not rows:
             return
-        lengths = np.array([len(row.tokens) for row in rows], np.int64)
         masks = [row.trained for row in rows]
         targets = [len(row.tokens) - 1 if row.trained is None else int(np.count_nonzero(row.trained[1:])) for row in rows]
-        columns = [
-            pyarrow.array([row.document.name for row in rows]),
-            pyarrow.ListArray.from_arrays(_offsets(lengths), np.concatenate([row.tokens for row in rows])),
-            pyarrow.array(lengths),
-            pyarrow.array(targets, pyarrow.int64()),
-            _lists([None if mask is None else mask != 0 for mask in masks], np.bool_),
-            pyarrow.array([row.document.weight for row in rows], pyarrow.float64()),
-        ]
-        if self.weighted:
-            columns.append(_lists([mask if _has_weights(mask) else None for mask in masks], np.float32))
-        self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
+        columns = {
+            "name": [row.document.name for row in rows],
+            "tokens": [row.tokens for row in rows],
+            "length": [len(row.tokens) for row in rows],
+            "trained_tokens": targets,
+            "trained": [None if mask is None else mask != 0 for mask in masks],
+            "weight": [row.document.weight for row in rows],
+            "token_weights": [mask if _has_weights(mask) else None for mask in masks],  # only if it is in the schema
+        }
+        self._stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema=self._schema))
         self.counts += self._counted(rows, sum(targets))
 
     def _counted(self, rows: Sequence[EncodedDocument], targets: int) -> Counts:
@@ -192,19 +189,6 @@ class _PartWriter:
 
 def _has_weights(trained: TokenWeights | None) -> bool:
     return trained is not None and trained.dtype == np.float32
-
-
-def _lists(values: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> Any:
-    """Returns an Arrow column of lists, null for None."""
-    return pyarrow.ListArray.from_arrays(
-        _offsets([0 if each is None else len(each) for each in values]),
-        np.concatenate([each for each in values if each is not None] or [np.zeros(0, dtype)]),
-        mask=pyarrow.array([each is None for each in values]),
-    )
-
-
-def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str) -> None:

@@ -225,7 +225,7 @@ def _defaults(arguments: argparse.Namespace, chosen: Config, store: "Store", ran
     """
     from longctx.parallel.device import choose_device
 
-    tokens, longest = int(store.store.sum()), int(store.store.max())
+    tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
     step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
     if "global_tokens" in chosen.batch.model_fields_set:
         step = chosen.batch.global_tokens
@@ -270,7 +270,7 @@ def _steps(epochs: float, chosen: Config, store: "Store", global_tokens: int, lo
 
 
 def _summary(config: Config, store: "Store", ranks: int) -> str:
-    share = int(store.trained_tokens.sum()) / max(1, int(store.store.sum()))
+    share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
     return (
         f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens ({share:.0%} with loss) on "
         f"{ranks} ranks; peak learning rate {config.optimizer.learning_rate:g}; "

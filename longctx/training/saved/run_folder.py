@@ -15,7 +15,7 @@ from pathlib import Path
 from longctx.errors import UserError
 from longctx.training.saved import checkpoint
 from longctx.training.saved.best import FOLDER
-from longctx.training.saved.checkpoint import Checkpoint
+from longctx.training.saved.checkpoint import Checkpoint, because
 
 
 class RunFolderError(UserError):
@@ -40,19 +40,18 @@ def open_run_folder(
     if step is not None and saved is not None:
         saved, damaged = checkpoint.of_step(folder, step)
         if saved is None:
-            why = f" ({'; '.join(damaged)})" if damaged else ""
             steps = ", ".join(map(str, checkpoint.steps(folder)))
             raise RunFolderError(
-                f"--resume is {step}, but {folder} has no complete checkpoint of that step{why}: it has those of steps {steps}"
+                f"--resume is {step}, but {folder} has no complete checkpoint of that step{because(damaged)}: it has those of "
+                f"steps {steps}"
             )
     if resume and saved is None and not or_begin:
-        why = f" ({'; '.join(damaged)})" if damaged else ""
         raise RunFolderError(
-            f"nothing to resume from: {folder} has no complete checkpoint{why}. Start without --resume, or with --resume-if-any"
+            f"nothing to resume from: {folder} has no complete checkpoint{because(damaged)}. Start without --resume, or with "
+            "--resume-if-any"
         )
     if or_begin and saved is None and checkpoint.was_saved(folder):
-        why = f" ({'; '.join(damaged)})" if damaged else ""
-        raise RunFolderError(f"no checkpoint of {folder} can be used{why}. {checkpoint.START_ANEW}")
+        raise RunFolderError(f"no checkpoint of {folder} can be used{because(damaged)}. {checkpoint.START_ANEW}")
     if not resume and saved is not None:
         raise RunFolderError(
             f"run folder {folder} contains a run with a checkpoint at step {saved.step}: add --resume to continue it, or "
