@@ -75,9 +75,7 @@ class Template:
         train_on: str = "assistant",
         empty_thoughts: bool = False,
     ) -> None:
-        self._texts, both = texts, "".join(texts.values())
-        self._reasoning_keys = [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", both)]
-        self._variables = dict(variables)
+        self._texts, self._variables = texts, dict(variables)
         self._tokenizer, self._ends = tokenizer, ends
         self._train_on, self._empty_thoughts = train_on, empty_thoughts
         self._takes_text: dict[bool, bool] = {}
@@ -102,7 +100,7 @@ class Template:
         given = message_weights or {}
         turns = trained_turns(messages, first_trained, self._train_on, given)
         weights = [given.get(turn, 1.0) for turn in turns]
-        messages = [*map(self._with_reasoning, self._with_arguments(messages, bool(tools)))]
+        messages = self._with_arguments(messages, bool(tools))
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
         text, generated = self._render(messages, tools, marks=marks)
         missing = left_out(text, messages, tools, turns, "the chat template")
@@ -155,13 +153,6 @@ class Template:
             return {**call, "function": {**call["function"], "arguments": arguments}}
 
         return [{**m, "tool_calls": [*map(parsed, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
-
-    def _with_reasoning(self, message: Message) -> Message:
-        """Returns the message with its reasoning under the key that the templates read, if they do not read its own."""
-        given = [key for key in REASONING if message.get(key)]
-        if len(given) != 1 or not self._reasoning_keys or given[0] in self._reasoning_keys:
-            return message
-        return {self._reasoning_keys[0] if key == given[0] else key: value for key, value in message.items()}
 
     def _render(
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False

@@ -96,8 +96,8 @@ class Tokenizer:
         if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_TRAINED:
             raise TokenizerError(
                 f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} (256 bytes and the end "
-                f"of a document; for less, use --tokenizer bytes), and it must be at most {LARGEST_TRAINED}; 4096 to 262144 are "
-                "usual"
+                f"of a document; for less, use --tokenizer bytes), and it must be at most {LARGEST_TRAINED}; 4096 to 262144 "
+                "are usual"
             )
         inner = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from longctx.checksums import check_files, damage, persistent, sealed, unsealed
+from longctx.checksums import check_files, persistent, sealed, unsealed
 from longctx.data.records.corpus import SourceCounts
 from longctx.data.records.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
@@ -29,6 +29,11 @@ def how_to_prepare(folder: Path, more: str = "") -> str:
     """Returns the command that makes a store; `more` options follow. Without --source it would be of Python's own library."""
     source = "" if folder.name == "python-stdlib" else " --source YOUR_DATA --tokenizer CHECKPOINT"
     return f"`longctx prepare{source} --out {shell(folder)}{more}`"
+
+
+def damaged(folder: Path, problem: object) -> StoreError:
+    """Returns the error of a store with a problem."""
+    return StoreError(f"store {folder} is damaged: {problem}; prepare it again with {how_to_prepare(folder, ' --overwrite')}")
 
 
 @dataclass(kw_only=True)
@@ -158,17 +163,12 @@ class Manifest(SourceCounts, Counts):
                 f"{path} is of format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
                 f"prepare it again with {how_to_prepare(folder, ' --overwrite')}"
             )
-        again = f"prepare it again with {how_to_prepare(folder, ' --overwrite')}"
         try:
             manifest = cls(**unsealed(content))
             check_files(folder, manifest.files, manifest.checksums)
         except (ValueError, TypeError, AttributeError) as error:
-            raise StoreError(f"store {folder} is damaged: {error}; {again}") from error
+            raise damaged(folder, error) from error
         return manifest
-
-    def damage(self, folder: Path, name: str) -> str:
-        """Reads a file of the store. Returns what is wrong with it; empty if nothing is."""
-        return damage(folder / name, self.checksums[name])
 
 
 def is_store(folder: Path) -> bool:

@@ -31,9 +31,10 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 
+from longctx.checksums import damage
 from longctx.data import IGNORED_LABEL
 from longctx.data.records.tokenizer import Tokenizer
-from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, how_to_prepare
+from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, damaged
 from longctx.data.store.mapped import Batch, MappedFile
 from longctx.errors import shell
 
@@ -115,25 +116,22 @@ class Store:
         """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out."""
         path = Path(path)
         manifest = Manifest.load(path)
-        again = f"prepare it again with {how_to_prepare(path, ' --overwrite')}"
         try:
             for name in manifest.files:
-                if not name.endswith(ARROW) and (problem := manifest.damage(path, name)):
+                if not name.endswith(ARROW) and (problem := damage(path / name, manifest.checksums[name])):
                     raise ValueError(problem)
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
             parts = sorted(name for name in manifest.files if name.endswith(ARROW))
             files = [MappedFile(path / name, manifest.checksums[name]) for name in parts]
             table = pyarrow.concat_tables([file.table for file in files], promote_options="default")
         except (pyarrow.ArrowException, ValueError) as error:
-            raise StoreError(f"store {path} is damaged: {error}; {again}") from error
+            raise damaged(path, error) from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
             raise StoreError(f"store {path} has files of another store: prepare it again with `longctx prepare --overwrite`")
         for column, total in (("length", manifest.tokens), ("trained_tokens", manifest.trained_tokens)):
             if (actual := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)) != total:
-                problem = next(
-                    filter(None, (file.damage() for file in files)), f"{column} adds up to {actual:,}, not {total:,}"
-                )
-                raise StoreError(f"store {path} is damaged: {problem}; {again}")
+                found = filter(None, (file.damage() for file in files))
+                raise damaged(path, next(found, f"{column} adds up to {actual:,}, not {total:,}"))
         return cls(path, manifest, used, table, [batch for file in files for batch in file.batches])
 
     @classmethod
@@ -246,10 +244,8 @@ class Store:
         size = self.tokenizer.vocab_size
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < size):
             at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
-            raise StoreError(
-                f"store {self._path(document)} is damaged: document {self.name(document)} has token {tokens[at]} at position "
-                f"{start + at}, but its tokenizer has {size:,} tokens: prepare it again with --overwrite"
-            )
+            where = f"document {self.name(document)} has token {tokens[at]} at position {start + at}"
+            raise damaged(self._path(document), f"{where}, but its tokenizer has {size:,} tokens")
         return tokens, self._trained(document, start, stop)
 
     def _trained(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
@@ -261,7 +257,7 @@ class Store:
         index = int(np.searchsorted(self._first_document, document, side="right")) - 1
         batch = self._batches[index]
         if problem := batch.file.damage(batch.begin, batch.end):
-            raise StoreError(f"store {self._path(document)} is damaged: {problem}; prepare it again with --overwrite")
+            raise damaged(self._path(document), problem)
         if column not in batch.rows.schema.names:
             return None
         values = batch.rows.column(column)[document - int(self._first_document[index])].values

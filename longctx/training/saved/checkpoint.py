@@ -230,11 +230,13 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     Weight decay, betas and other settings of `optimizer` are kept. Raises CheckpointError.
     """
     weights, optimizer_state = _state(model, optimizer)
-    saved, wanted = SavedWeights(checkpoint.folder).with_moments, _moments(optimizer_state)
-    known = saved | {f"state.{name}" for name in checkpoint.state[WITHOUT_MOMENTS]}
-    if lost := sorted({_parameter(name) for name in wanted} - known):
-        raise CheckpointError(f"{checkpoint.folder} is damaged: it has no moments of {lost[0]}. Move it away {PREVIOUS}")
-    moments = {name: value for name, value in wanted.items() if _parameter(name) in saved}
+    saved = SavedWeights(checkpoint.folder).names
+    moments, new = {}, {f"state.{name}" for name in checkpoint.state[WITHOUT_MOMENTS]}
+    for name, value in _moments(optimizer_state).items():
+        if f"optimizer.{name}" in saved:
+            moments[name] = value
+        elif (parameter := _parameter(name)) not in new:
+            raise CheckpointError(f"{checkpoint.folder} is damaged: it has no moments of {parameter}. Move it away {PREVIOUS}")
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     _load(state, checkpoint.folder, PREVIOUS, group)
     optimizer_state = {**optimizer_state, **state["optimizer"]}
@@ -307,29 +309,22 @@ class SavedWeights:
             raise CheckpointError(f"{folder} is damaged: {error}. Move it away {EARLIER}") from error
 
     @property
-    def with_moments(self) -> set[str]:
-        """Parameters that it has moments of, as `state.NAME`."""
-        names = (name for name in self.names if name.startswith("optimizer."))
-        return {_parameter(name.removeprefix("optimizer.")) for name in names}
-
-    @property
-    def names(self) -> list[str]:
+    def names(self) -> set[str]:
         """Names of all tensors, as `model.NAME` and `optimizer.NAME`."""
-        return [name for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)]
+        return {name for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns whole tensors on the CPU."""
-        weights = {name: self._empty(name) for name in names}
+        weights = {}
+        for name in names:
+            saved = self._saved.get(f"model.{name}")
+            if not isinstance(saved, TensorStorageMetadata):
+                raise CheckpointError(f"{self.folder} has no {name}: it is not a checkpoint of the whole model")
+            weights[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process
             _load({"model": weights}, self.folder, EARLIER, None)
         return weights
-
-    def _empty(self, name: str) -> torch.Tensor:
-        saved = self._saved.get(f"model.{name}")
-        if not isinstance(saved, TensorStorageMetadata):
-            raise CheckpointError(f"{self.folder} has no {name}: it is not a checkpoint of the whole model")
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGroup) -> None:

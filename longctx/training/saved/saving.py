@@ -30,9 +30,9 @@ from longctx.checksums import sealed
 from longctx.parallel.device import rounds_pinned
 from longctx.parallel.host_memory import free_bytes, pinned_bytes
 from longctx.parallel.mesh import gather_objects
-from longctx.training.saved.best import KEY, keep_best
 from longctx.training.saved.checkpoint import STATE, complete, folder_of, link_latest, tensors_of
 from longctx.training.saved.checkpoint_io import CheckpointError, SummingFiles, cause
+from longctx.training.saved.run_folder import BEST, keep_best
 from longctx.units import format_bytes
 
 
@@ -115,7 +115,7 @@ class Saver:
         writer.describe([results for _, results, _ in parts])
         every = dict(ChainMap(writer.checksums, *(checksums for _, _, checksums in parts)))
         publish(self.run, final, state, every)
-        if (state.get(KEY) or {}).get("step") == state["step"]:
+        if (state.get(BEST) or {}).get("step") == state["step"]:
             keep_best(self.run, final)
         prune(self.run, self.keep, final)
 
