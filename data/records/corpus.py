@@ -15,11 +15,11 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 
 from longctx.data.records.chat import ChatError
-from longctx.data.records.formats import Document, columns_of, parse_record
+from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
 from longctx.data.records.readers import (
     MEGATRON,
@@ -121,7 +121,7 @@ class Corpus:
         limits = {"max_documents": self.max_documents, "max_bytes": self.max_bytes}
         return {name: value for name, value in limits.items() if value is not None}
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Size of the files; 0 of a data set on the hub."""
         return sum(file.stat().st_size for file in self.files)
@@ -159,15 +159,14 @@ class Corpus:
                 return
 
     def _read(self, counts: SourceCounts) -> Iterator[Document]:
-        columns = partial(columns_of, text_column=self.text_column)
         if self.kind == "dataset":
-            yield from map(self._document, read_dataset(self.root, columns, self.bytes))
+            yield from map(self._document, read_dataset(self.root, self.text_column, self.bytes))
             return
         if self.hub is not None:
-            yield from map(self._document, read_hub(self.hub, columns, streamed=bool(self.limits)))
+            yield from map(self._document, read_hub(self.hub, self.text_column, streamed=bool(self.limits)))
         for file in self.files:
             if (reader := self._reader(file)) is not None:
-                yield from map(self._document, reader(file, self._name(file), columns))
+                yield from map(self._document, reader(file, self._name(file), self.text_column))
             elif (text := read_text(file)) is not None:
                 yield from self._separated(file, text, counts)
             else:

@@ -1,6 +1,7 @@
 """Readers: the records of one file or data set, by its ending.
 
-Of tables, they read the columns that `columns` chooses of their names. Errors name file and line, row or record.
+Of tables, they read the columns that a format needs; `text_column` is that of the text, if given. Errors name file and line,
+row or record.
 """
 
 import csv
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longctx.data.records.formats import columns_of
 from longctx.data.records.megatron import read_megatron
 from longctx.data.records.messages import FormatError, parse_json, without_nulls
 from longctx.data.records.token_ids import IDS_KEYS
@@ -41,10 +43,6 @@ class Record(NamedTuple):
     name: str
     where: str
     source_bytes: float
-
-
-Columns = Callable[[list[str]], list[str]]
-"""Returns the columns of a table to read. Raises FormatError if they contain nothing to read."""
 
 
 def read_text(file: Path) -> str | None:
@@ -85,7 +83,7 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise CorpusError(f"{file} is damaged, or not compressed as its ending says: {error}; write it again") from error
 
 
-def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     for number, line in enumerate(_lines(file), start=1):
         text = _decoded(line, f"{file}:{number}")  # of several files in a row, each may begin with a byte-order mark
         if not text.strip():
@@ -99,7 +97,7 @@ def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         yield Record(record, f"{name}:{number}", f"{file}:{number}", len(line))
 
 
-def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_json(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
     text = _decoded(b"".join(_lines(file)), str(file))
     try:
@@ -110,11 +108,11 @@ def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
             parse_json(first)
         except FormatError:
             raise CorpusError(f"{file}: {error}") from error
-        yield from read_jsonl(file, name, columns)
+        yield from _read_jsonl(file, name, text_column)
         return
     others: dict[str, Any] = {}
     if isinstance(content, dict):
-        content, others = _records_in(content, columns, file)
+        content, others = _records_in(content, text_column, file)
     if not isinstance(content, list):
         raise CorpusError(f"{file} is a {type(content).__name__}: it must be a list of records, one record, or JSON Lines")
     for number, record in enumerate(content, start=1):
@@ -125,11 +123,11 @@ def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         others = {}
 
 
-def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[list[Any], dict[str, Any]]:
+def _records_in(content: dict[str, Any], text_column: str | None, file: Path) -> tuple[list[Any], dict[str, Any]]:
     """Returns the records of an object (itself, or those of its only list of objects) and its other keys, as not used."""
     lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     try:
-        columns(list(content))
+        columns_of(list(content), text_column)
     except FormatError as error:
         if len(lists) != 1:
             several = f"has several lists of records, {', '.join(lists)}: put each into a file of its own"
@@ -138,7 +136,7 @@ def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[
     return [content], {}
 
 
-def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_csv(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
     stream = io.StringIO(_decoded(b"".join(_lines(file)), str(file)), newline="")
@@ -151,7 +149,7 @@ def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     if len(set(names)) < len(names) or (len(names) == 1 and re.search("[;\t]", names[0])):
         rule = "columns must have different names, and be separated by commas (.tsv: by tabs)"
         raise CorpusError(f"{file} has the columns {', '.join(names)}: {rule}")
-    _columns(names, columns, str(file))
+    _columns(names, text_column, str(file))
     for number, row in enumerate(rows):
         if None in row or None in row.values():
             raise CorpusError(f"{file}, row {number}: it must have {len(names)} cells, as the header has")
@@ -192,7 +190,7 @@ def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
     return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
 
 
-def _read_table(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     import pyarrow
 
     row = 0
@@ -200,7 +198,7 @@ def _read_table(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         schema, rows, batches = _open_table(file)
         if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
             raise CorpusError(f"{file} has several columns {twice!r}: columns must have different names")
-        names = _columns(schema.names, columns, str(file))
+        names = _columns(schema.names, text_column, str(file))
         unread = dict.fromkeys(set(schema.names) - set(names), ...)  # so that records count them as not used
         share = file.stat().st_size / max(1, rows)
         for batch in batches(columns=names):
@@ -215,7 +213,7 @@ def _read_table(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 
-def _read_megatron(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_megatron(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads the documents of an .idx file and the .bin file beside it; of the .bin file itself, nothing."""
     if file.suffix.lower() == MEGATRON[1]:
         return
@@ -228,24 +226,26 @@ def _read_megatron(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         ) from error
 
 
-def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
+def read_dataset(folder: Path, text_column: str | None, size: int) -> Iterator[Record]:
     import datasets
 
     saved = f"{folder} looks like a saved dataset, but `datasets` cannot read it", "save it again"
-    return _read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), columns, size, saved)
+    return _read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), text_column, size, saved)
 
 
-def read_hub(hub: "HubDataset", columns: Columns, *, streamed: bool) -> Iterator[Record]:
+def read_hub(hub: "HubDataset", text_column: str | None, *, streamed: bool) -> Iterator[Record]:
     wrong = f"`datasets` cannot read {hub.name}", "run the command again, which goes on from there"
-    return _read_rows(lambda: hub.open(streamed), hub.name, columns, 0, wrong)
+    return _read_rows(lambda: hub.open(streamed), hub.name, text_column, 0, wrong)
 
 
-def _read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, wrong: tuple[str, str]) -> Iterator[Record]:
+def _read_rows(
+    load: Callable[[], Any], where: str, text_column: str | None, size: int, wrong: tuple[str, str]
+) -> Iterator[Record]:
     """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way out."""
     try:
         dataset = load()
         names = dataset.column_names or []  # a stream may not know them
-        read = _columns(names, columns, where) if names else []
+        read = _columns(names, text_column, where) if names else []
         unread = dict.fromkeys(set(names) - set(read), ...)
         share = size / len(dataset) if size else 0
         dataset = dataset.select_columns(read) if read else dataset
@@ -308,17 +308,17 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value if key in IDS_KEYS else without_nulls(value) for key, value in record.items()}
 
 
-def _columns(names: list[str], columns: Columns, where: str) -> list[str]:
+def _columns(names: list[str], text_column: str | None, where: str) -> list[str]:
     try:
-        return columns(names)
+        return columns_of(names, text_column)
     except FormatError as error:
         raise CorpusError(f"{where}: {error}") from error
 
 
-Reader = Callable[[Path, str, Columns], Iterator[Record]]
+Reader = Callable[[Path, str, str | None], Iterator[Record]]
 READERS: dict[str, Reader] = {
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".json": _read_json,
     **dict.fromkeys((".parquet", ".arrow"), _read_table),
     **dict.fromkeys(MEGATRON, _read_megatron),

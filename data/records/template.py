@@ -185,6 +185,8 @@ class Template:
 
     def _as_read(self, message: Message) -> Message:
         """Returns the message with its content in the form in which it is given, or in the other if the template reads that."""
+        if reasoning := next(filter(None, map(message.get, REASONING)), None):
+            message = {"reasoning": reasoning, **message}  # transformers fills in the other keys
         content = message.get("content")
         if content is None or not self._reads_lists or (self._reads_texts and not isinstance(content, Parts)):
             return message

@@ -125,12 +125,6 @@ class Tokenizer:
         added = self._inner.get_added_tokens_decoder().items()
         return {number: token.content for number, token in added if token.special}
 
-    @cached_property
-    def ordinary(self) -> npt.NDArray[np.int64]:
-        """Ids of all tokens but special ones and the end of a document, ascending."""
-        everything = set(self._inner.get_vocab(with_added_tokens=True).values())
-        return np.array(sorted(everything - self.special.keys() - {self.end_of_document}), np.int64)
-
     def save(self, path: Path) -> None:
         """Writes the tokenizer.json, byte for byte as it was given."""
         path.write_text(self.text, "utf-8", newline="")

@@ -167,7 +167,7 @@ class Manifest(SourceCounts, Counts):
             manifest = cls(**unsealed(content))
             check_files(folder, manifest.files, manifest.checksums)
         except (ValueError, TypeError, AttributeError) as error:
-            raise damaged(folder, error) from error
+            raise damaged(folder, f"{MANIFEST}: {error}") from error
         return manifest
 
 

@@ -25,8 +25,8 @@ SAMPLED = 32
 
 def trained_ends(store: Store) -> list[int]:
     """Returns the special tokens that are the last targets of documents: the end of a turn, or of a text."""
-    special, whole = np.ones(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
-    special[store.tokenizer.ordinary] = False
+    special, whole = np.zeros(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
+    special[[*store.tokenizer.special, store.tokenizer.end_of_document]] = True
     ends: set[int] = set()
     for source in store.sources:
         documents = np.arange(source.documents.start, source.documents.stop)
