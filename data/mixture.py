@@ -36,13 +36,10 @@ def make_steps(store: Store, **order: Unpack[Order]) -> "Steps":
     left_out = held_out(store.names, share) if share else np.zeros(len(store), np.bool_)
     sampler = partial(
         Sampler,
-        store.lengths,
+        store,
         seed=order["seed"],
         max_length=order["max_length"],
         long_documents=order.get("long_documents"),
-        name=store.name,
-        partly=store.partly_trained,
-        has_targets=store.has_targets,
     )
     if len(store.sources) > 1:
         return Mixture(store, sampler, left_out, global_tokens)
