@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from longctx.data import IGNORED_LABEL
-from longctx.data.mixture import make_steps
+from longctx.data.mixture import Order, make_steps
 from longctx.data.packing import StepBatch, pack, pack_documents
 from longctx.data.sampler import Piece
 from longctx.data.store.store import Store
@@ -53,11 +53,9 @@ class Loader(Iterator[StepBatch]):
         store: documents of one store or several.
         rank, ranks: this rank, and the number N of ranks in the domain.
         planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
-        global_tokens: minimum number of tokens per step.
-        seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
-        held_out_share: share of the documents held out from all steps; see `held_out`.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         merging: merges the documents of a step that begin alike; None: they stay apart.
+        order: decides the documents of every step; `make_steps` may raise SamplerError here.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
@@ -69,35 +67,21 @@ class Loader(Iterator[StepBatch]):
         rank: int,
         ranks: int,
         planner: Planner,
-        global_tokens: int,
-        seed: int,
-        max_length: int,
-        long_documents: str | None = None,
-        held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
         merging: Merging | None = None,
+        **order: Unpack[Order],
     ) -> None:
-        self.sampler = make_steps(
-            store,
-            global_tokens=global_tokens,
-            seed=seed,
-            max_length=max_length,
-            long_documents=long_documents,
-            held_out_share=held_out_share,
-        )
+        self.sampler = make_steps(store, **order)
         self._identity = {
             **_identity_of(store),
-            "seed": seed,
-            "max_length": max_length,
-            "long_documents": long_documents or "split",  # of documents that may be: all others fit
-            "held_out": held_out_share,
+            "seed": order["seed"],
+            "max_length": order["max_length"],
+            "long_documents": order.get("long_documents") or "split",  # of documents that may be: all others fit
+            "held_out": order.get("held_out_share", 0.0),
         }
         self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier runs that this one lacks
-        self._store = store
-        self._rank = rank
-        self._ranks = ranks
-        self.planner, self._merging = planner, merging
-        self._pad_to_multiple_of = pad_to_multiple_of
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self.planner, self._merging, self._pad_to_multiple_of = planner, merging, pad_to_multiple_of
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")

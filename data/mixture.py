@@ -8,7 +8,7 @@ like the cursor of `Sampler`, it is independent of ranks.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,26 +20,26 @@ Place = tuple[int, int]
 """Cursor of a store's own sampler, and number of tokens taken from the store."""
 
 
-def make_steps(
-    store: Store,
-    *,
-    global_tokens: int,
-    seed: int,
-    max_length: int,
-    long_documents: str | None,
-    held_out_share: float,
-) -> "Steps":
+class Order(TypedDict):
+    """What decides the documents of every step, see `Sampler`; the share `held_out_share` is in no step, see `held_out`."""
+
+    global_tokens: int
+    seed: int
+    max_length: int
+    long_documents: NotRequired[str | None]
+    held_out_share: NotRequired[float]
+
+
+def make_steps(store: Store, **order: Unpack[Order]) -> "Steps":
     """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
-    left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
+    share, global_tokens = order.get("held_out_share"), order["global_tokens"]
+    left_out = held_out(store.names, share) if share else np.zeros(len(store), np.bool_)
     sampler = partial(
         Sampler,
-        store.lengths,
-        seed=seed,
-        max_length=max_length,
-        long_documents=long_documents,
-        name=store.name,
-        partly=store.partly_trained,
-        has_targets=store.has_targets,
+        store,
+        seed=order["seed"],
+        max_length=order["max_length"],
+        long_documents=order.get("long_documents"),
     )
     if len(store.sources) > 1:
         return Mixture(store, sampler, left_out, global_tokens)

@@ -9,13 +9,16 @@ whole pieces until they have at least `global_tokens` tokens, so the cursor is a
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from longctx.data import TRUNCATED
 from longctx.errors import UserError
+
+if TYPE_CHECKING:
+    from longctx.data.store.store import Store
 
 LONG_DOCUMENTS = ("split", "drop", "error", *TRUNCATED)
 LARGEST_SEED = (1 << 32) - 1
@@ -98,17 +101,14 @@ def _refuse(
 
 
 class Sampler:
-    """Steps over documents of the given lengths.
+    """Steps over documents.
 
     Args:
-        lengths: tokens per document of the store, int64 `[documents]`.
+        documents: a store, of which pieces without a target are left out; or tokens per document alone, int64 `[documents]`.
         global_tokens: minimum number of tokens per step.
         long_documents: treatment of longer documents: split, drop, error, truncate_left (keeps the end) or truncate_right.
-            None: error for those that are `partly` trained, split for the others.
-        partly: documents of which some tokens have no loss, as of conversations, bool `[documents]`; None: no document.
-        name: returns the name of a document for error messages.
+            None: error for those of a store that are partly trained, as conversations are, split for the others.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
-        has_targets: returns which pieces have a target, given their documents, starts and ends; None: all have.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
     Attributes:
@@ -123,31 +123,31 @@ class Sampler:
 
     def __init__(
         self,
-        lengths: npt.NDArray[np.int64],
+        documents: "Store | Numbers",
         *,
         global_tokens: int,
         seed: int,
         max_length: int,
         long_documents: str | None = None,
-        name: Callable[[int], str] = str,
-        partly: npt.NDArray[np.bool_] | None = None,
         left_out: npt.NDArray[np.bool_] | None = None,
-        has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
         stream: Sequence[int] = (),
     ) -> None:
         _check_settings(global_tokens, seed, max_length, long_documents)
+        store = None if isinstance(documents, np.ndarray) else documents
+        lengths = documents if isinstance(documents, np.ndarray) else documents.lengths
+        name = str if store is None else store.name
         taken = np.ones(len(lengths), np.bool_) if left_out is None else ~left_out
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
-        conversations = np.zeros_like(taken) if partly is None else taken & partly
+        conversations = np.zeros_like(taken) if store is None else taken & store.partly_trained
         if long_documents == "error":
             _refuse(is_long, taken, "documents", "split or drop", lengths, max_length, name)
         if long_documents is None:
             what, ways = "conversations, or other documents with tokens without loss,", "drop, truncate_left (keeps the end), "
             _refuse(is_long & conversations, conversations, what, ways + "truncate_right or split", lengths, max_length, name)
-        documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
-        self.dropped = int(taken.sum()) - len(documents)
-        if not len(documents):
+        kept = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
+        self.dropped = int(taken.sum()) - len(kept)
+        if not len(kept):
             raise SamplerError(
                 f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop; "
                 "set data.long_documents to split, or raise data.max_length"
@@ -155,15 +155,15 @@ class Sampler:
                 else "there are no documents to train on: give a store with more documents, or lower data.held_out"
             )
         cut = long_documents in TRUNCATED
-        counts = np.ones_like(documents) if cut else -(-lengths[documents] // max_length)
-        self._document = np.repeat(documents, counts)
+        counts = np.ones_like(kept) if cut else -(-lengths[kept] // max_length)
+        self._document = np.repeat(kept, counts)
         first_piece = np.repeat(np.cumsum(counts) - counts, counts)
         self._start = (np.arange(len(first_piece)) - first_piece) * max_length
         if long_documents == "truncate_left":
-            self._start = np.maximum(lengths[documents] - max_length, 0)
+            self._start = np.maximum(lengths[kept] - max_length, 0)
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
-        if has_targets is not None:
-            self._keep(has_targets(self._document, self._start, self._stop))
+        if store is not None:
+            self._keep(store.has_targets(self._document, self._start, self._stop))
         self.pieces = len(self._document)
         self.tokens = int((self._stop - self._start).sum())
         _check_step(global_tokens, self.tokens, self.pieces)

@@ -123,3 +123,15 @@ def inside(folder: Path, name: str) -> Path:
     if leads_out or not pure.parts or not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{name!r} is not a file in this folder: it leads out of it")
     return path
+
+
+def check_files(folder: Path, sizes: dict[str, int], checksums: dict[str, str]) -> None:
+    """Raises ValueError unless all files are in the folder, with these sizes, and have checksums. Their content is not read."""
+    if checksums.keys() != sizes.keys():
+        raise ValueError("some of its checksums are missing")
+    for name, size in sizes.items():
+        file = inside(folder, name)
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual:,} bytes"
+            raise ValueError(f"{name} {found}, but should have {size:,} bytes")

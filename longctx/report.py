@@ -80,7 +80,7 @@ def print_end(config: Config, step: int, *, trained: bool) -> None:
     elif saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir)):
         print(f"{out} exists and was not written again: longctx export {shell(run_dir, out)} --overwrite")
     elif saves and out is not None:
-        print(export(run_dir, out, step=step, overwrite=out.exists()).said, how_to_load(out), sep="\n", flush=True)
+        print(export(run_dir, out, step=step, overwrite=out.exists()), how_to_load(out), sep="\n", flush=True)
 
 
 def how_to_export(config: Config) -> str:

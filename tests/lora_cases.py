@@ -183,11 +183,10 @@ def documents_of(config: Config, store: Path, count: int) -> list[list[tuple[tor
     opened, given = Store.open(store), config.data
     assert given.max_length is not None
     sampler = Sampler(
-        opened.lengths,
+        opened,
         global_tokens=config.batch.global_tokens,
         seed=config.train.seed,
         max_length=given.max_length,
-        has_targets=opened.has_targets,
     )
     steps, cursor = [], 0
     for _ in range(count):

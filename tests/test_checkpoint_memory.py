@@ -73,7 +73,9 @@ def read(folder: Path, run: Path, settings: list[str]) -> int:
     (run / "model").mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
         source.files.describe(run / "model")
-    Saver(run, mesh.control).save(model, optimizer, {"step": 0, "model": model.describe(), "data": {"max_length": 8}})
+    saver = Saver(run, mesh.control)
+    saver.start(model, optimizer, {"step": 0, "model": model.describe(), "data": {"max_length": 8}})
+    saver.finish()
     return growth[0]
 
 

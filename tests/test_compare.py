@@ -23,15 +23,20 @@ from longctx.comparison.modelled import (
     most_speedup,
     over_fixed_without_barriers,
 )
-from longctx.comparison.steps import LengthSource, file_source, fit, make_cases, mix_source
+from longctx.comparison.steps import LengthSource, file_source, fit, make_cases, mix_source, store_source
 from longctx.comparison.table import missing
 from longctx.config import load
+from longctx.data.mixture import make_steps
+from longctx.data.records.corpus import open_corpus
 from longctx.data.sampler import Sampler
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from longctx.planning.cost.bounds import tight_bound_s
 from longctx.planning.hardware_profile import HardwareProfile, shipped_profiles
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.planner import make_plan
 from rivals import place_plain_static
+from tests.data_cases import write_jsonl
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))
@@ -209,6 +214,17 @@ def test_steps_are_drawn_from_a_file_as_training_draws_them() -> None:
     assert cases[0].lengths == tuple(piece.length for piece in sampler.step(0)[0])
     more, _ = make_cases(from_file("error", lengths, 100_000, steps=9), [2], 8192, H100, "error", all_must_fit=True)
     assert more[:3] == cases
+
+
+def test_steps_of_a_store_are_those_of_training(tmp_path: Path) -> None:
+    """Documents without a target, such as those of a single token, are left out."""
+    source = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1] * length} for length in (1, 7, 1, 9, 8, 1)])
+    prepare(open_corpus(str(source)), tmp_path / "store", tokenizer="bytes")
+    (first, second), _ = store_source(tmp_path / "store", lambda ranks: 12, 3, 2, "split").draw(1, 100)
+    steps = make_steps(Store.open(tmp_path / "store"), global_tokens=12, seed=3, max_length=100)
+    pieces, cursor = steps.step(0)
+    assert first == [piece.length for piece in pieces] and second == [piece.length for piece in steps.step(cursor)[0]]
+    assert 1 not in [*first, *second]
 
 
 def test_a_file_with_fewer_tokens_than_a_step_is_one_step_and_reported() -> None:

@@ -52,7 +52,9 @@ def test_files_that_are_not_text_are_skipped_and_named(tmp_path: Path) -> None:
     (tmp_path / "nothing.txt").write_bytes(b"")
     found = SourceCounts()
     assert [document.name for document in open_corpus(str(tmp_path)).documents(found)] == ["good.txt"]
-    assert found == SourceCounts(["binary.txt", "latin.txt"], empty=1, formats={"text": 1})
+    assert found == SourceCounts(
+        skipped_files=2, skipped_names=["binary.txt", "latin.txt"], empty_documents=1, formats={"text": 1}
+    )
     assert open_corpus(str(tmp_path)).not_read == {"ending .bin": 1}
 
 

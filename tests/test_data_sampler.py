@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.data.sampler import Piece, Sampler, SamplerError
+from longctx.data.store.store import Lengths
 
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
@@ -16,6 +17,15 @@ lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 def sampler(lengths: list[int], **options: Any) -> Sampler:
     settings = {"global_tokens": 30, "seed": 0, "max_length": 10, "long_documents": "split", **options}
     return Sampler(np.array(lengths, np.int64), **settings)
+
+
+def conversations(lengths: list[int], partly: list[bool], **options: Any) -> Sampler:
+    """Of a store of documents of which some have tokens without loss."""
+    store: Any = Lengths(lengths, "store", 9)
+    store.trained_tokens -= np.array(partly)
+    store.has_targets = lambda documents, starts, stops: np.ones(len(documents), np.bool_)
+    settings = {"global_tokens": 30, "seed": 0, "max_length": 10, "long_documents": "split", **options}
+    return Sampler(store, **settings)
 
 
 @given(lengths=lengths_strategy, max_length=st.integers(1, 45), seed=st.integers(0, 9))
@@ -95,13 +105,14 @@ def test_long_documents_are_refused_dropped_or_truncated() -> None:
 
 def test_conversations_are_not_cut_unless_that_is_asked_for() -> None:
     """Texts are split, and conversations that fit are no reason to refuse."""
-    assert sampler([25, 9], partly=np.array([False, True]), long_documents=None).pieces == 4
-    some = {"lengths": [25, 14, 9], "partly": np.array([False, True, True])}
-    with pytest.raises(SamplerError, match=r"document '1' has 14 tokens, and 1 of 2 conversations, .* set data\.long_doc"):
-        sampler(**some, long_documents=None)
-    assert sampler(**some).pieces == 6
+    assert conversations([25, 9], [False, True], long_documents=None).pieces == 4
+    some: Any = {"lengths": [25, 14, 9], "partly": [False, True, True]}
+    says = r"document 'document 2' has 14 tokens, and 1 of 2 conversations, .* set data\.long_doc"
+    with pytest.raises(SamplerError, match=says):
+        conversations(**some, long_documents=None)
+    assert conversations(**some).pieces == 6
     held = np.array([False, True, False])
-    assert sampler(**some, long_documents=None, left_out=held).pieces == 4, "what is held out does not count"
+    assert conversations(**some, long_documents=None, left_out=held).pieces == 4, "what is held out does not count"
 
 
 @pytest.mark.parametrize(

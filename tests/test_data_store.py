@@ -101,7 +101,7 @@ def test_reading_a_store_needs_neither_torch_nor_datasets(store: Store) -> None:
 
 def test_second_call_does_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {file.name: file.stat().st_mtime_ns for file in store.path.iterdir()}
-    monkeypatch.setattr(Tokenizer, "encode_batch", None)  # tokenizing would fail
+    monkeypatch.setattr(Tokenizer, "encode", None)  # tokenizing would fail
     again = prepare(open_corpus(str(store.path) + ".jsonl"), store.path, tokenizer="bytes")
     assert not again.made
     assert again.manifest == store.manifest
@@ -305,13 +305,13 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
         Store.open(tmp_path / "out.partial")
 
     encoded: list[str] = []
-    encode_batch = Tokenizer.encode_batch
+    encode = Tokenizer.encode
 
-    def counting(self: Tokenizer, texts: list[str], **options: Any) -> Any:
-        encoded.extend(texts)
-        return encode_batch(self, texts, **options)
+    def counting(self: Tokenizer, text: str, **options: Any) -> Any:
+        encoded.append(text)
+        return encode(self, text, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode_batch", counting)
+    monkeypatch.setattr(Tokenizer, "encode", counting)
     settings: dict[str, Any] = {"vocab_size": 300}
     assert prepare(open_corpus(str(source)), out, **settings).made
     assert 12 - len(encoded) == finished  # documents of finished parts are not tokenized again

@@ -14,7 +14,6 @@ from longctx.cli import main
 from longctx.data import IGNORED_LABEL
 from longctx.data.records.chat import ChatError
 from longctx.data.records.corpus import open_corpus
-from longctx.data.records.markup import Markup
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.template import Template
 from longctx.data.records.tokenizer import TokenizerError
@@ -173,16 +172,16 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
     family, messages = FAMILIES[name], chat(*contents[: len(contents) // 2 * 2])
     checkpoint = Pretrained.load(str(checkpoints[name]))
     assert checkpoint.templates is not None
-    markup = Markup(checkpoint.tokenizer)
-    template = Template(checkpoint.templates, checkpoint.variables, markup, checkpoint.ends, empty_thoughts=True)
+    tokenizer = checkpoint.tokenizer
+    template = Template(checkpoint.templates, checkpoint.variables, tokenizer, checkpoint.ends, empty_thoughts=True)
     try:
         rendered = template.render(messages, None)
     except ChatError:
         assert name == "Qwen 3" and "\U00100000" in "".join(contents)  # neither way applies
         return
     assert rendered.spans is not None
-    marked = markup.encode(rendered.text, rendered.spans)
-    assert (marked.tokens.tolist(), marked.trained.tolist()) == transformed(loaded[name], family, messages)
+    tokens, trained, _ = tokenizer.encode_spans(rendered.text, rendered.spans)
+    assert (tokens.tolist(), trained.tolist()) == transformed(loaded[name], family, messages)
 
 
 def test_the_store_holds_what_an_export_needs(checkpoints: dict[str, Path], stores: dict[str, Store]) -> None:

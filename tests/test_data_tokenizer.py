@@ -26,7 +26,7 @@ BYTES = Tokenizer.bytes()
 @given(text=st.text())
 @example(text=END_OF_DOCUMENT)
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
-    (tokens,) = tokenizer.encode_batch([text])
+    tokens = tokenizer.encode(text)
     assert tokens.tolist() == tokenizer.encode(text).tolist() and tokenizer.unknown is None
     assert tokenizer.end_of_document in tokenizer.encode_markup(text + END_OF_DOCUMENT)
     assert tokenizer.decode(tokens) == text
@@ -185,7 +185,7 @@ def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer = Tokenizer(inner.to_str())
     messages = parse_messages(CONVERSATION)
-    contents = tokenizer.encode_batch([message["content"] for message in messages])
+    contents = [tokenizer.encode(message["content"]) for message in messages]
     tokens, trained = ChatML(tokenizer).join(messages, contents, {2, 4})
     stop = tokenizer.encode_markup("<|im_end|>")
     assert len(stop) == 1

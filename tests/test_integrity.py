@@ -126,7 +126,7 @@ def test_the_fuzzer_sees_what_nobody_notices(store: Path) -> None:
     """A bit that its checksum follows changes tokens."""
     expected = faults.read_store(store)
     arrow = next(store.glob("*.arrow"))
-    tokens = Store.open(store)._batches[0].tokens
+    tokens = Store.open(store)._batches[0].rows.column("tokens").values.to_numpy()
     content = bytearray(arrow.read_bytes())
     content[content.index(tokens.tobytes())] ^= 1
     arrow.write_bytes(content)
@@ -167,7 +167,7 @@ def test_only_the_parts_that_are_read_are_verified(tmp_path: Path, monkeypatch: 
     path = byte_store(tmp_path, [2000, 2000, 2000]).path
     store = Store.open(path)
     arrow = next(path.glob("*.arrow"))
-    tokens = store._batches[1].tokens
+    tokens = store._batches[1].rows.column("tokens").values.to_numpy()
     content = bytearray(arrow.read_bytes())
     at = content.index(tokens[1000:1010].tobytes())
     content[at] ^= 1
@@ -184,7 +184,7 @@ def test_only_the_parts_that_are_read_are_verified(tmp_path: Path, monkeypatch: 
 def test_tokens_outside_the_vocabulary_are_refused(store: Path, value: int) -> None:
     """Though checksums are right: the program that wrote them was wrong."""
     arrow = next(store.glob("*.arrow"))
-    tokens = Store.open(store)._batches[0].tokens
+    tokens = Store.open(store)._batches[0].rows.column("tokens").values.to_numpy()
     content = arrow.read_bytes()
     changed = tokens.copy()
     changed[20 + 7] = value
@@ -214,7 +214,9 @@ def test_a_damaged_journal_does_not_stop_preparing(tmp_path: Path) -> None:
 
     arrow = tmp_path / "data-00000.arrow"
     arrow.write_bytes(b"x" * 10)
-    line = checksums.sealed({"file": arrow.name, "bytes": 10, "checksums": checksums.checksums(arrow)})
+    line = checksums.sealed(
+        {"file": arrow.name, "source_bytes": 10, "weighted": False, "checksums": checksums.checksums(arrow)}
+    )
     good = json.dumps(line).encode() + b"\n"
     for damage in (b"{", b"[]\n", b"\xff\n", good.replace(b"10", b"11"), b'{"file": "a"}\n'):
         (tmp_path / JOURNAL).write_bytes(good + damage)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx.cli import main
 from longctx.config import load
-from longctx.data.records.new_tokens import save_with_tokens
+from longctx.data.records.pretrained import save_with_tokens
 from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.hf.source import pretrained

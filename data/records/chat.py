@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError, TokenWeights, token_weights
+from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenWeights, token_weights
 from longctx.errors import UserError
 
 CHATML = (
@@ -76,14 +76,6 @@ class ChatML:
         encode = self._tokenizer.encode_markup
         return {role: encode(f"<|im_start|>{role}\n") for role in ROLES}, encode("<|im_end|>"), encode("\n")
 
-    @cached_property
-    def ends_as_text(self) -> bool:
-        """Whether no single token ends a message."""
-        try:
-            return len(self._markers[1]) > 1
-        except TokenizerError:  # `join` raises it, and texts need no markers
-            return True
-
     @property
     def matches_rendering(self) -> bool:
         """Whether `join` gives the tokens of the text that `CHATML` renders, checked with one short conversation.
@@ -117,7 +109,7 @@ class ChatML:
             if "tool_calls" in message:
                 raise ChatError(f"message {index} calls a tool, which ChatML does not support: {TOOLS_WAY_OUT}")
             parts += [heads[message["role"]], content, stop, newline]
-            closes = self.ends_as_text and index == len(messages) - 1
+            closes = len(stop) > 1 and index == len(messages) - 1  # no single token ends a message
             weight = (weights or {}).get(index, 1.0) if index in trained else 0.0
             mask += [0.0, weight, weight, weight * closes]
         weights_of_tokens = np.repeat(mask, [len(part) for part in parts])

@@ -15,23 +15,22 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 
 from longctx.data.records.chat import ChatError
-from longctx.data.records.formats import Document, columns_of, parse_record
-from longctx.data.records.hub import HubDataset, may_be_name
+from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
 from longctx.data.records.readers import (
     MEGATRON,
     READERS,
-    Columns,
     CorpusError,
+    HubDataset,
     Reader,
     Record,
     ending_of,
     read_dataset,
-    read_rows,
+    read_hub,
     read_text,
 )
 from longctx.errors import brief
@@ -54,29 +53,38 @@ SPLITS = {
 }
 """Split by the word in the path of a file of records, as `datasets` has it."""
 _SPLIT = re.compile(rf"(?<![^\W_])(({'|'.join(SPLITS)})(?![^\W\d_])\w*)", re.IGNORECASE)
+SKIPPED_NAMES = 10
+"""Number of skipped files that are named."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)\b", re.IGNORECASE)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SourceCounts:
     """Counts of one pass over the source.
 
     Attributes:
-        not_text: names of skipped files, which are not UTF-8 text.
-        empty: number of empty documents, which are left out.
-        formats: number of documents of each format.
-        noted: number of other things that a reader should know, by what they are.
-        untrained: number of documents that switch off the loss of everything, which are left out.
+        skipped_files: number of files that are left out because they are not UTF-8 text; `skipped_names` are the first.
+        empty_documents: number of documents that are left out because they have no text.
+        formats: number of documents of each format, including documents dropped later.
+        noted: number of other things that a reader should know, by what they are, such as text files that are split.
+        untrained_documents: number of documents that switch off the loss of everything, which are left out.
         unused: number of records with each key that is not used.
     """
 
-    not_text: list[str] = field(default_factory=list)
-    empty: int = 0
-    formats: Counter[str] = field(default_factory=Counter)
-    noted: Counter[str] = field(default_factory=Counter)
-    untrained: int = 0
-    unused: Counter[str] = field(default_factory=Counter)
+    skipped_files: int = 0
+    skipped_names: list[str] = field(default_factory=list)
+    empty_documents: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=dict)
+    untrained_documents: int = 0
+    unused: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, name: str) -> None:
+        """Counts a file that is not text."""
+        self.skipped_files += 1
+        self.skipped_names += [name] * (self.skipped_files <= SKIPPED_NAMES)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class Corpus:
         limits = {"max_documents": self.max_documents, "max_bytes": self.max_bytes}
         return {name: value for name, value in limits.items() if value is not None}
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Size of the files; 0 of a data set on the hub."""
         return sum(file.stat().st_size for file in self.files)
@@ -137,28 +145,32 @@ class Corpus:
         """
         counts = counts if counts is not None else SourceCounts()
         taken = size = 0
-        for document in self._records(counts):
-            counts.unused.update(document.unused)
+        for document in self._read(counts):
+            _count(counts.unused, *document.unused)
             if document.is_empty or not document.has_loss:
-                counts.empty += document.is_empty
-                counts.untrained += not document.is_empty
+                counts.empty_documents += document.is_empty
+                counts.untrained_documents += not document.is_empty
                 continue
-            counts.formats[document.format] += 1
+            _count(counts.formats, document.format)
             yield document
             size += document.bytes if self.max_bytes is not None else 0
             taken += 1
             if taken == self.max_documents or (self.max_bytes is not None and size >= self.max_bytes):
                 return
 
-    def _records(self, counts: SourceCounts) -> Iterator[Document]:
-        columns = partial(columns_of, text_column=self.text_column)
-        for record in self.records(columns):
-            if isinstance(record, Record):
-                yield self._document(record)
-            elif (text := read_text(record)) is not None:
-                yield from self._separated(record, text, counts)
+    def _read(self, counts: SourceCounts) -> Iterator[Document]:
+        if self.kind == "dataset":
+            yield from map(self._document, read_dataset(self.root, self.text_column, self.bytes))
+            return
+        if self.hub is not None:
+            yield from map(self._document, read_hub(self.hub, self.text_column, streamed=bool(self.limits)))
+        for file in self.files:
+            if (reader := self._reader(file)) is not None:
+                yield from map(self._document, reader(file, self._name(file), self.text_column))
+            elif (text := read_text(file)) is not None:
+                yield from self._separated(file, text, counts)
             else:
-                counts.not_text.append(self._name(record))
+                counts.skip(self._name(file))
 
     def _separated(self, file: Path, text: str, counts: SourceCounts) -> Iterator[Document]:
         """Yields the documents of a text file; a line break beside a separator is part of it."""
@@ -169,22 +181,9 @@ class Corpus:
         if len(pieces) == 1:
             yield Document(name, size, text)
             return
-        counts.noted[f"text files split where {separator!r} ends a document"] += 1
+        _count(counts.noted, f"text files split where {separator!r} ends a document")
         numbered = [(number, piece) for number, piece in enumerate(pieces, start=1) if piece]
         yield from (Document(f"{name}:{number}", size / len(numbered), piece) for number, piece in numbered)
-
-    def records(self, columns: Columns) -> Iterator[Record | Path]:
-        """Yields every record, and the path of every file that is one text; of tables, the columns that `columns` chooses."""
-        if self.kind == "dataset":
-            yield from read_dataset(self.root, columns, self.bytes)
-            return
-        if self.hub is not None:
-            hub, wrong = self.hub, (f"`datasets` cannot read {self.source}", "run the command again, which goes on from there")
-            yield from read_rows(lambda: hub.open(streamed=bool(self.limits)), self.source, columns, 0, wrong)
-            return
-        for file in self.files:
-            reader = self._reader(file)
-            yield from [file] if reader is None else reader(file, self._name(file), columns)
 
     def _document(self, record: Record) -> Document:
         try:
@@ -199,6 +198,11 @@ class Corpus:
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
         return os.fsencode(file.relative_to(self.root).as_posix()).decode("utf-8", "backslashreplace")
+
+
+def _count(counts: dict[str, int], *names: str) -> None:
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
 
 
 def open_corpus(
@@ -223,7 +227,7 @@ def open_corpus(
     for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
             raise CorpusError(f"{name} is {limit}: it must be at least 1")
-    if source != STANDARD_LIBRARY and may_be_name(source) and not Path(source).exists():
+    if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
         if as_text:
             raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")
         hub = HubDataset.look_up(source, subset, split or "train", revision)

@@ -141,16 +141,15 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         record = {_usual(key, record): value for key, value in record.items()}
     present = [key for key, value in record.items() if value is not None and value is not ...]
     kind = _detect(present, record, text_column)
-    weight = _weight(record.get("weight"))
+    document, used = Document(name, source_bytes, None, weight=_weight(record.get("weight")), format=kind), {"weight"}
     if kind == "text":
         column = text_column or "text"
-        document, used = Document(name, source_bytes, _as_text(column, record.get(column)), weight=weight), {column, "weight"}
+        document, used = replace(document, text=_as_text(column, record.get(column))), {*used, column}
     elif kind == TOKEN_IDS:
-        ids, learned, used = token_ids(record)
-        used |= {"weight"}
-        document = Document(name, source_bytes, None, weight=weight, format=kind, ids=ids, learned=learned)
+        ids, learned, keys = token_ids(record)
+        document, used = replace(document, ids=ids, learned=learned), {*used, *keys}
     else:
-        document, used = _conversation(record, kind, name, source_bytes, weight)
+        document, used = _conversation(record, document)
     unused = tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {}))
     for part in leaves([document.text, document.messages, document.tools]):
         try:
@@ -173,15 +172,13 @@ def _refuse_marks(record: Mapping[str, Any]) -> None:
             )
 
 
-def _conversation(
-    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float
-) -> tuple[Document, set[str]]:
-    """Returns the conversation of a record, and the keys used."""
+def _conversation(record: dict[str, Any], document: Document) -> tuple[Document, set[str]]:
+    """Returns the document with the conversation of a record, and the keys used."""
     for key, way_out in UNSUPPORTED.items():
         if record.get(key):
             raise FormatError(f"`{key}` is not supported: {way_out}")
     _refuse_marks(record)
-    messages, first, used = _turns(record, kind)
+    messages, first, used = _turns(record, document.format)
     if record.get("history") and "history" not in used:
         raise FormatError("`history` is only read before an instruction or a prompt that is a text: write it into the messages")
     tools = _tools(record, "tools") or _tools(record, "functions")
@@ -192,17 +189,7 @@ def _conversation(
         elif messages[0].get("content") != system["content"]:
             raise FormatError("`system` differs from the system message at the start: remove one of the two")
     messages, weights = _loss(messages)
-    document = Document(
-        name,
-        source_bytes,
-        None,
-        tuple(messages),
-        tools,
-        first_trained=first,
-        weight=weight,
-        format=kind,
-        message_weights=weights,
-    )
+    document = replace(document, messages=tuple(messages), tools=tools, first_trained=first, message_weights=weights)
     return document, {*used, *BESIDE, *(key for key in MARKS if str(record.get(key)).lower() == "true")}
 
 

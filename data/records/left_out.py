@@ -19,6 +19,8 @@ CONTENTS = ("content of user messages", "content of assistant messages")
 EMPTY = "all but the end of answers that say nothing"
 IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
 """Parts of a message that are not what it says; they are looked for last."""
+TYPES = "type"
+"""Key of names of types, which templates write in their own ways."""
 _THINK = re.compile("</?think>")
 _BETWEEN, _WORD = re.compile(r"\n|<[^<>\n]+>|\[/?[A-Z_]+\]"), re.compile(r"\w")  # lines and tags, at which templates cut
 
@@ -75,7 +77,7 @@ def _take(rest: bytearray, part: str, start: int) -> int:
 
 def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tuple[int, str, str]]:
     """Yields the index of the message (-1: none), the name and the text of every part of a conversation."""
-    yield from ((-1, "tools", part) for part in _texts(tools))
+    yield from ((-1, "tools", part) for part in leaves(tools, TYPES))
     for index, message in enumerate(messages):
         for key, value in message.items():
             if key == "content":
@@ -84,10 +86,10 @@ def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tup
                     yield from ((index, "reasoning", thought) for thought in thoughts)
                     yield index, f"content of {message['role']} messages", answer
             elif key == "tool_calls":
-                yield from ((index, key, part) for call in value for part in _texts(call["function"]))
+                yield from ((index, key, part) for call in value for part in leaves(call["function"], TYPES))
                 # They may stand elsewhere by chance, so they do not show that the message is there.
                 yield from ((-1, key, part) for call in value for part in _values(call["function"]["arguments"]))
-                yield from ((index, "tool_calls.id", part) for call in value for part in _texts(call.get("id")))
+                yield from ((index, "tool_calls.id", part) for call in value for part in leaves(call.get("id")))
             elif key != "role" and value not in ("", [], {}):
                 yield from ((index, key, part) for part in list(leaves(value)) or [json.dumps(value, default=str)])
 
@@ -98,10 +100,3 @@ def _values(arguments: Any) -> Iterator[str]:
         yield from chain(arguments, *map(_values, arguments.values()))
     elif isinstance(arguments, int | float) and not isinstance(arguments, bool):
         yield json.dumps(arguments)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yields every text in a JSON value but the names of types, which templates write in their own ways."""
-    if isinstance(value, dict):
-        value = [part for key, part in value.items() if key != "type"]
-    return chain.from_iterable(map(_texts, value)) if isinstance(value, list) else leaves(value)

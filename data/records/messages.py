@@ -115,16 +115,15 @@ def parse_arguments(where: str, arguments: Any) -> Any:
     return json_in(f"`arguments` of {where}", arguments) if arguments.strip() else {}
 
 
-def leaves(value: Any) -> Iterator[str]:
-    """Yields every text in a JSON value, keys of objects excluded."""
+def leaves(value: Any, but: str | None = None) -> Iterator[str]:
+    """Yields every text in a JSON value, keys of objects excluded, and the values of the key `but`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for part in value.values():
-            yield from leaves(part)
+        yield from leaves([part for key, part in value.items() if key != but], but)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from leaves(part)
+            yield from leaves(part, but)
 
 
 def without_nulls(value: Any) -> Any:

@@ -5,6 +5,7 @@ beside the weights.
 """
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,10 @@ from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import first_line, install
 from longctx.tokenizer_files import TOKENIZER_FILES, find, read_json
 
-FILES = (*TOKENIZER_FILES, "generation_config.json")
-"""Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
+ENDS = "generation_config.json"
+"""File of a checkpoint that lists its end-of-text tokens."""
+FILES = (*TOKENIZER_FILES, ENDS)
+"""Files that a store keeps. `config.json` is needed to load them, but not copied."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -100,6 +103,21 @@ class Pretrained:
         )
 
 
+def save_with_tokens(name: str, tokens: Sequence[str], folder: Path) -> None:
+    """Writes the tokenizer of the checkpoint `name` with `tokens` added, for `longctx prepare --tokenizer FOLDER`.
+
+    New tokens are found in any text, as they are not special. Raises TokenizerError if the checkpoint's cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    source = Pretrained.load(name).folder
+    loaded = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+    loaded.add_tokens(list(tokens))
+    loaded.save_pretrained(folder)
+    if (source / ENDS).is_file():
+        shutil.copy(source / ENDS, folder / ENDS)
+
+
 def _from_hub(name: str) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise TokenizerError(
@@ -119,7 +137,7 @@ def _from_hub(name: str) -> Path:
 
 def _generation_ends(folder: Path, loaded: Any) -> list[str]:
     """Returns the end-of-text tokens that generation_config.json lists."""
-    ids = read_json(folder / "generation_config.json").get("eos_token_id")
+    ids = read_json(folder / ENDS).get("eos_token_id")
     return [loaded.convert_ids_to_tokens(number) for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
 
 

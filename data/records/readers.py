@@ -1,6 +1,7 @@
 """Readers: the records of one file or data set, by its ending.
 
-Of tables, they read the columns that `columns` chooses of their names. Errors name file and line, row or record.
+Of tables, they read the columns that a format needs; `text_column` is that of the text, if given. Errors name file and line,
+row or record.
 """
 
 import csv
@@ -8,10 +9,12 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longctx.data.records.formats import columns_of
 from longctx.data.records.megatron import read_megatron
 from longctx.data.records.messages import FormatError, parse_json, without_nulls
 from longctx.data.records.token_ids import IDS_KEYS
@@ -40,10 +43,6 @@ class Record(NamedTuple):
     name: str
     where: str
     source_bytes: float
-
-
-Columns = Callable[[list[str]], list[str]]
-"""Returns the columns of a table to read. Raises FormatError if they contain nothing to read."""
 
 
 def read_text(file: Path) -> str | None:
@@ -84,7 +83,7 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise CorpusError(f"{file} is damaged, or not compressed as its ending says: {error}; write it again") from error
 
 
-def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     for number, line in enumerate(_lines(file), start=1):
         text = _decoded(line, f"{file}:{number}")  # of several files in a row, each may begin with a byte-order mark
         if not text.strip():
@@ -98,7 +97,7 @@ def read_jsonl(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         yield Record(record, f"{name}:{number}", f"{file}:{number}", len(line))
 
 
-def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_json(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
     text = _decoded(b"".join(_lines(file)), str(file))
     try:
@@ -109,11 +108,11 @@ def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
             parse_json(first)
         except FormatError:
             raise CorpusError(f"{file}: {error}") from error
-        yield from read_jsonl(file, name, columns)
+        yield from _read_jsonl(file, name, text_column)
         return
     others: dict[str, Any] = {}
     if isinstance(content, dict):
-        content, others = _records_in(content, columns, file)
+        content, others = _records_in(content, text_column, file)
     if not isinstance(content, list):
         raise CorpusError(f"{file} is a {type(content).__name__}: it must be a list of records, one record, or JSON Lines")
     for number, record in enumerate(content, start=1):
@@ -124,11 +123,11 @@ def _read_json(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         others = {}
 
 
-def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[list[Any], dict[str, Any]]:
+def _records_in(content: dict[str, Any], text_column: str | None, file: Path) -> tuple[list[Any], dict[str, Any]]:
     """Returns the records of an object (itself, or those of its only list of objects) and its other keys, as not used."""
     lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     try:
-        columns(list(content))
+        columns_of(list(content), text_column)
     except FormatError as error:
         if len(lists) != 1:
             several = f"has several lists of records, {', '.join(lists)}: put each into a file of its own"
@@ -137,7 +136,7 @@ def _records_in(content: dict[str, Any], columns: Columns, file: Path) -> tuple[
     return [content], {}
 
 
-def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_csv(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
     stream = io.StringIO(_decoded(b"".join(_lines(file)), str(file)), newline="")
@@ -150,7 +149,7 @@ def _read_csv(file: Path, name: str, columns: Columns) -> Iterator[Record]:
     if len(set(names)) < len(names) or (len(names) == 1 and re.search("[;\t]", names[0])):
         rule = "columns must have different names, and be separated by commas (.tsv: by tabs)"
         raise CorpusError(f"{file} has the columns {', '.join(names)}: {rule}")
-    _columns(names, columns, str(file))
+    _columns(names, text_column, str(file))
     for number, row in enumerate(rows):
         if None in row or None in row.values():
             raise CorpusError(f"{file}, row {number}: it must have {len(names)} cells, as the header has")
@@ -174,42 +173,32 @@ def _decoded(content: bytes, where: str) -> str:
         raise CorpusError(f"{wrong}: save the file in UTF-8 (iconv -f ENCODING -t UTF-8)") from error
 
 
-def read_parquet(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _open_table(file: Path) -> tuple[Any, int, Callable[..., Any]]:
+    """Returns the schema of a table, the number of rows, and what makes batches of some `columns`.
+
+    An Arrow file may be a stream, as `datasets` writes it; a compressed one is decompressed as a whole.
+    """
     import pyarrow.parquet
 
-    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
-        table = pyarrow.parquet.ParquetFile(file)
-        return table.schema_arrow, table.metadata.num_rows, partial(table.iter_batches, 256)
-
-    return _read_table(file, name, columns, "a Parquet file", opened)
-
-
-def _read_arrow(file: Path, name: str, columns: Columns) -> Iterator[Record]:
-    """Reads an Arrow file, or a stream as `datasets` writes it; a compressed one is decompressed as a whole."""
-    import pyarrow
-
-    def opened() -> tuple[Any, int, Callable[[list[str]], Any]]:
-        source = pyarrow.memory_map(str(file))
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
-        return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
-
-    return _read_table(file, name, columns, "an Arrow file", opened)
+    if ending_of(file) == ".parquet":
+        parquet = pyarrow.parquet.ParquetFile(file)
+        return parquet.schema_arrow, parquet.metadata.num_rows, partial(parquet.iter_batches, 256)
+    source = pyarrow.memory_map(str(file))
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
+    return table.schema, table.num_rows, lambda columns: table.select(columns).to_batches(256)
 
 
-def _read_table(
-    file: Path, name: str, columns: Columns, kind: str, opened: Callable[[], tuple[Any, int, Callable[..., Any]]]
-) -> Iterator[Record]:
-    """Yields the rows of a table, of which `opened` returns the schema, the number of rows, and batches of some columns."""
+def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     import pyarrow
 
     row = 0
     try:
-        schema, rows, batches = opened()
+        schema, rows, batches = _open_table(file)
         if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
             raise CorpusError(f"{file} has several columns {twice!r}: columns must have different names")
-        names = _columns(schema.names, columns, str(file))
+        names = _columns(schema.names, text_column, str(file))
         unread = dict.fromkeys(set(schema.names) - set(names), ...)  # so that records count them as not used
         share = file.stat().st_size / max(1, rows)
         for batch in batches(columns=names):
@@ -219,11 +208,12 @@ def _read_table(
     except UserError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
+        kind = "a Parquet file" if ending_of(file) == ".parquet" else "an Arrow file"
         where = f"is damaged after row {row - 1}" if row else f"is not {kind}, or damaged"
         raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 
-def _read_megatron(file: Path, name: str, columns: Columns) -> Iterator[Record]:
+def _read_megatron(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads the documents of an .idx file and the .bin file beside it; of the .bin file itself, nothing."""
     if file.suffix.lower() == MEGATRON[1]:
         return
@@ -236,19 +226,26 @@ def _read_megatron(file: Path, name: str, columns: Columns) -> Iterator[Record]:
         ) from error
 
 
-def read_dataset(folder: Path, columns: Columns, size: int) -> Iterator[Record]:
+def read_dataset(folder: Path, text_column: str | None, size: int) -> Iterator[Record]:
     import datasets
 
     saved = f"{folder} looks like a saved dataset, but `datasets` cannot read it", "save it again"
-    return read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), columns, size, saved)
+    return _read_rows(lambda: datasets.load_from_disk(str(folder)), str(folder), text_column, size, saved)
 
 
-def read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, wrong: tuple[str, str]) -> Iterator[Record]:
+def read_hub(hub: "HubDataset", text_column: str | None, *, streamed: bool) -> Iterator[Record]:
+    wrong = f"`datasets` cannot read {hub.name}", "run the command again, which goes on from there"
+    return _read_rows(lambda: hub.open(streamed), hub.name, text_column, 0, wrong)
+
+
+def _read_rows(
+    load: Callable[[], Any], where: str, text_column: str | None, size: int, wrong: tuple[str, str]
+) -> Iterator[Record]:
     """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way out."""
     try:
         dataset = load()
         names = dataset.column_names or []  # a stream may not know them
-        read = _columns(names, columns, where) if names else []
+        read = _columns(names, text_column, where) if names else []
         unread = dict.fromkeys(set(names) - set(read), ...)
         share = size / len(dataset) if size else 0
         dataset = dataset.select_columns(read) if read else dataset
@@ -262,24 +259,68 @@ def read_rows(load: Callable[[], Any], where: str, columns: Columns, size: int, 
         raise CorpusError(f"{wrong[0]} ({type(error).__name__}: {brief(error)}): {wrong[1]}") from error
 
 
+@dataclass(frozen=True)
+class HubDataset:
+    """A split of a data set on the hub.
+
+    Attributes:
+        name, subset, split, revision: as given; `subset` is what `datasets` also calls a configuration.
+        commit: what `datasets` distinguishes versions by: the commit of the hub.
+    """
+
+    name: str
+    subset: str | None
+    split: str
+    revision: str | None
+    commit: str
+
+    @classmethod
+    def look_up(cls, name: str, subset: str | None, split: str, revision: str | None) -> "HubDataset":
+        """Asks the hub, or the cache, for the version. Raises CorpusError if neither has the data set."""
+        import datasets
+
+        builder = _asked(name, lambda: datasets.load_dataset_builder(name, subset, revision=revision))
+        return cls(name, subset, split, revision, str(builder.hash))
+
+    def open(self, streamed: bool) -> Any:
+        """Returns the split: an `IterableDataset` if it is streamed, or a `Dataset` in the cache. Raises CorpusError."""
+        import datasets
+
+        options = {"split": self.split, "revision": self.revision, "streaming": streamed}
+        return _asked(self.name, lambda: datasets.load_dataset(self.name, self.subset, **options))
+
+
+def _asked(name: str, ask: Callable[[], Any]) -> Any:
+    import datasets
+
+    try:
+        return ask()
+    except Exception as error:  # of the network, the hub and the data set
+        raise CorpusError(
+            f"source {name!r} is no file or folder, and `datasets` cannot read it from the hub ({type(error).__name__}: "
+            f"{brief(error)}): correct the path, or the name, --subset, --split or --revision. Without a network, a data set "
+            f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), or in a folder that "
+            "`save_to_disk` wrote: give that folder"
+        ) from error
+
+
 def _row(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value if key in IDS_KEYS else without_nulls(value) for key, value in record.items()}
 
 
-def _columns(names: list[str], columns: Columns, where: str) -> list[str]:
+def _columns(names: list[str], text_column: str | None, where: str) -> list[str]:
     try:
-        return columns(names)
+        return columns_of(names, text_column)
     except FormatError as error:
         raise CorpusError(f"{where}: {error}") from error
 
 
-Reader = Callable[[Path, str, Columns], Iterator[Record]]
+Reader = Callable[[Path, str, str | None], Iterator[Record]]
 READERS: dict[str, Reader] = {
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".json": _read_json,
-    ".parquet": read_parquet,
-    ".arrow": _read_arrow,
+    **dict.fromkeys((".parquet", ".arrow"), _read_table),
     **dict.fromkeys(MEGATRON, _read_megatron),
     ".csv": _read_csv,
     ".tsv": _read_csv,

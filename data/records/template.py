@@ -17,8 +17,8 @@ from typing import Any
 
 from longctx.data.records.chat import ChatError, Message, check_role, trained_turns
 from longctx.data.records.left_out import left_out
-from longctx.data.records.markup import Markup, Spans
 from longctx.data.records.messages import Parts, parse_arguments
+from longctx.data.records.tokenizer import Spans, Tokenizer
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
@@ -26,6 +26,7 @@ _MARK = re.compile("[\U00100000-\U001018ff]")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning, of which a template knows one."""
 _TEXTS = ("content", *REASONING)
+_QUESTION: Message = {"role": "user", "content": "user"}
 _THOUGHT_BEGINS = re.compile(r"<think>\s*$")
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
@@ -43,7 +44,6 @@ def marks_generation(text: str) -> bool:
 class Rendered:
     """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out.
 
-    `weights`: weights of the spans; None: 1 for all.
     `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
     `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
     """
@@ -53,7 +53,6 @@ class Rendered:
     left_out: Collection[str] = ()
     unended: bool = False
     thoughts: int = 0
-    weights: Sequence[float] | None = None
 
 
 class Template:
@@ -62,7 +61,7 @@ class Template:
     Args:
         texts: Jinja templates of conversations without tools (False) and with tools (True).
         variables: variables of the templates besides messages and tools: the special tokens by role.
-        markup: distinguishes special tokens from text.
+        tokenizer: distinguishes special tokens from text.
         ends: special tokens that may end a turn, besides the templates' own.
         empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
     """
@@ -71,15 +70,13 @@ class Template:
         self,
         texts: Mapping[bool, str],
         variables: Mapping[str, Any],
-        markup: Markup,
+        tokenizer: Tokenizer,
         ends: Sequence[str] = (),
         train_on: str = "assistant",
         empty_thoughts: bool = False,
     ) -> None:
-        self._texts, both = texts, "".join(texts.values())
-        self._reasoning_keys = [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", both)]
-        self._variables = dict(variables)
-        self.markup, self._ends = markup, ends
+        self._texts, self._variables = texts, dict(variables)
+        self._tokenizer, self._ends = tokenizer, ends
         self._train_on, self._empty_thoughts = train_on, empty_thoughts
         self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}
@@ -100,39 +97,39 @@ class Template:
         """
         for index, message in enumerate(messages):
             check_role(index, message["role"], self._texts[bool(tools)])
-        turns = trained_turns(messages, first_trained, self._train_on, message_weights)
-        weights = [message_weights.get(turn, 1.0) for turn in turns] if message_weights else None
-        messages = [*map(self._with_reasoning, self._with_arguments(messages, bool(tools)))]
+        given = message_weights or {}
+        turns = trained_turns(messages, first_trained, self._train_on, given)
+        weights = [given.get(turn, 1.0) for turn in turns]
+        messages = self._with_arguments(messages, bool(tools))
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
-        text, spans = self._render(messages, tools, marks=marks)
+        text, generated = self._render(messages, tools, marks=marks)
         missing = left_out(text, messages, tools, turns, "the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)
-        if not marks:
-            spans = self._turns(text, messages, tools, turns)
-            learned = spans
-            if not self._empty_thoughts:
-                each = zip(turns, spans, strict=True)
-                learned = [(_after_thought(text, *span, messages[turn]), span[1]) for turn, span in each]
-            thoughts = sum(before != after for before, after in zip(spans, learned, strict=True))
-            spans, (start, stop) = learned, learned[-1]
-            ended = text[stop:].strip() or self.markup.special_tokens(self.markup.pieces(text.rstrip())[-1])
-            if ended or not self.ends_no_turn:
-                return Rendered(text, spans, missing, thoughts=thoughts, weights=weights)
-            spans = [*spans[:-1], (start, len(text))]
-            return Rendered(text, spans, missing, unended=True, thoughts=thoughts, weights=weights)
-        spans = sorted((start, stop) for start, stop in spans if start < stop)
-        if weights or len(turns) < sum(message["role"] == "assistant" for message in messages):
-            trained = self._turns(text, messages, tools, turns)  # the other turns are not trained on
-            owners = [[n for n, (start, stop) in enumerate(trained) if a < stop and start < b] for a, b in spans]
-            spans = [span for span, turn in zip(spans, owners, strict=True) if turn]
-            weights = weights and [weights[turn[0]] for turn in owners if turn]
-        if not spans:
-            raise ChatError(
-                "the template marks nothing of this conversation as generated, so there is nothing to train on: remove the "
-                "conversation, or correct the template"
-            )
-        return Rendered(text, spans, missing, weights=weights)
+        if marks:
+            spans = [(start, stop, 1.0) for start, stop in sorted(generated) if start < stop]
+            if given or len(turns) < sum(message["role"] == "assistant" for message in messages):
+                owners = [*zip(self._turns(text, messages, tools, turns), weights, strict=True)]
+                by_span = [(a, b, [w for (start, stop), w in owners if a < stop and start < b]) for a, b, _ in spans]
+                spans = [(a, b, found[0]) for a, b, found in by_span if found]  # the other turns are not trained on
+            if not spans:
+                raise ChatError(
+                    "the template marks nothing of this conversation as generated, so there is nothing to train on: remove the "
+                    "conversation, or correct the template"
+                )
+            return Rendered(text, spans, missing)
+        whole = self._turns(text, messages, tools, turns)
+        learned = whole
+        if not self._empty_thoughts:
+            learned = [(_after_thought(text, *span, messages[turn]), span[1]) for turn, span in zip(turns, whole, strict=True)]
+        thoughts = sum(before != after for before, after in zip(whole, learned, strict=True))
+        start, stop = learned[-1]
+        ended = text[stop:].strip() or self._tokenizer.special_tokens(self._tokenizer.pieces(text.rstrip())[-1])
+        unended = not ended and self.ends_no_turn
+        if unended:
+            learned = [*learned[:-1], (start, len(text))]
+        spans = [(*span, weight) for span, weight in zip(learned, weights, strict=True)]
+        return Rendered(text, spans, missing, unended, thoughts)
 
     # --- rendering
 
@@ -144,7 +141,7 @@ class Template:
             text, function = '{"probe": 1}', {"name": "probe", "description": "", "parameters": {}}
             tool = {"type": "function", "function": function}
             call = {**tool, "id": "abcdefghi", "function": {**function, "arguments": text}}
-            probe = [*_probes()[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+            probe = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
             self._takes_text[tools] = False
             with suppress(ChatError):
                 self._takes_text[tools] = text in self._text(probe, [tool] * tools or None)
@@ -156,13 +153,6 @@ class Template:
             return {**call, "function": {**call["function"], "arguments": arguments}}
 
         return [{**m, "tool_calls": [*map(parsed, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
-
-    def _with_reasoning(self, message: Message) -> Message:
-        """Returns the message with its reasoning under the key that the templates read, if they do not read its own."""
-        given = [key for key in REASONING if message.get(key)]
-        if len(given) != 1 or not self._reasoning_keys or given[0] in self._reasoning_keys:
-            return message
-        return {self._reasoning_keys[0] if key == given[0] else key: value for key, value in message.items()}
 
     def _render(
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False
@@ -195,6 +185,8 @@ class Template:
 
     def _as_read(self, message: Message) -> Message:
         """Returns the message with its content in the form in which it is given, or in the other if the template reads that."""
+        if reasoning := next(filter(None, map(message.get, REASONING)), None):
+            message = {"reasoning": reasoning, **message}  # transformers fills in the other keys
         content = message.get("content")
         if content is None or not self._reads_lists or (self._reads_texts and not isinstance(content, Parts)):
             return message
@@ -202,10 +194,9 @@ class Template:
 
     def _shows(self, content: Any) -> bool:
         """Returns whether the template shows the words of a content of this form, and does not print a list as it is."""
-        for question in _probes():
-            with suppress(ChatError):
-                text = self._text([*question[:-1], {**question[-1], "content": content}], None)
-                return "probe" in text and not re.search(r"""['"]type['"]""", text)
+        with suppress(ChatError):
+            text = self._text([{**_QUESTION, "content": content}], None)
+            return "probe" in text and not re.search(r"""['"]type['"]""", text)
         return False
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
@@ -249,7 +240,7 @@ class Template:
                 return None  # the template closes a tool call by text that no end of turn follows
             if head is None or tail is None:
                 return None
-            content, ends = messages[turn].get("content", ""), self.markup.special_tokens(after)
+            content, ends = messages[turn].get("content", ""), self._tokenizer.special_tokens(after)
             if not tail and ends and last[owner] + 2 == len(texts):  # only the last turn ends
                 tail = after.index(ends[0]) + len(ends[0])
             elif not tail and after.startswith(own := content[len(content.rstrip()) :]):
@@ -297,10 +288,9 @@ class Template:
 
     @cached_property
     def _generation_prompt(self) -> str:
-        for question in _probes():
-            with suppress(ChatError):
-                without, prompt = self._text(question, None), self._text(question, None, prompt=True)
-                return prompt[len(without) :] if prompt.startswith(without) else ""
+        with suppress(ChatError):
+            without, prompt = (self._text([_QUESTION], None, prompt=asked) for asked in (False, True))
+            return prompt.removeprefix(without) if prompt.startswith(without) else ""
         return ""
 
     @cached_property
@@ -309,25 +299,22 @@ class Template:
 
         None if the template refuses the conversations that would show it.
         """
-        for question in _probes():
-            with suppress(ChatError):
-                turn = len(question)
-                answered = [*question, {"role": "assistant", "content": "assistant"}]
-                after = [self._after(messages, turn) for messages in (answered, [*answered, question[-1]])]
-                shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(*after, strict=False)))
-                return "".join(after[0][:shared]).rstrip()
+        with suppress(ChatError):
+            answered = [_QUESTION, {"role": "assistant", "content": "assistant"}]
+            after = [self._after_answer(messages) for messages in (answered, [*answered, _QUESTION])]
+            shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(*after, strict=False)))
+            return "".join(after[0][:shared]).rstrip()
         return None
 
-    def _after(self, messages: Sequence[Message], turn: int) -> list[str]:
-        """Returns the template's text after a message, in parts: special tokens and characters."""
+    def _after_answer(self, messages: Sequence[Message]) -> list[str]:
+        """Returns the template's text after the second message, in parts: special tokens and characters."""
         rendered = self._text([_marked(message, number) for number, message in enumerate(messages)], None)
-        owners, mark = _MARK.findall(rendered), chr(_FIRST + turn)
+        owners, mark = _MARK.findall(rendered), chr(_FIRST + 1)
         if mark not in owners:
             raise ChatError("the chat template omits messages")
         text = _MARK.split(rendered)[len(owners) - owners[::-1].index(mark)]
-        return [
-            part for piece in self.markup.pieces(text) for part in ([piece] if self.markup.special_tokens(piece) else piece)
-        ]
+        special = self._tokenizer.special_tokens
+        return [part for piece in self._tokenizer.pieces(text) for part in ([piece] if special(piece) else piece)]
 
     def _between_prefixes(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> tuple[int, int]:
         """Returns the span of a turn by the renderings of the messages before it and up to its end.
@@ -353,7 +340,7 @@ class Template:
                 f"{where} differently when more messages follow: {WAY_OUT}"
             )
         text = full.rstrip()  # white space after the end-of-turn token is not generated
-        ends = len(text) > len(prompt) and self.markup.special_tokens(self.markup.pieces(text)[-1])
+        ends = len(text) > len(prompt) and self._tokenizer.special_tokens(self._tokenizer.pieces(text)[-1])
         return len(prompt), len(text) if ends else len(full)
 
 
@@ -362,12 +349,6 @@ def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
     block = _EMPTY_THOUGHT.match(text, start, stop)
     own = _EMPTY_THOUGHT.match(message.get("content", ""))
     return block.end() if block and not own else start
-
-
-def _probes() -> list[list[Message]]:
-    """Returns conversations that templates accept, each of which ends with a question."""
-    system, question = ({"role": role, "content": role} for role in ("system", "user"))
-    return [[question], [system, question]]
 
 
 def _marked(message: Message, number: int, empty: bool = True) -> Message:

@@ -7,9 +7,8 @@ NumPy alone.
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from longctx.errors import UserError
 TokenArray = npt.NDArray[np.integer[Any]]
 TokenWeights = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
 """Weight of every token as a target `[tokens]`: bool if all weights are 0 or 1, otherwise float32."""
+Spans = Sequence[tuple[int, int, float]]
+"""Spans of characters start … stop - 1 of a text, in ascending order, without overlap, each with the weight of its tokens."""
 LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -59,8 +60,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"not a tokenizer.json of the `tokenizers` library: {error}") from error
         self.text = text
-        self._inner.no_truncation()
-        self._inner.no_padding()
+        _strip(self._inner)
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of entries: ids may have holes
         if self.vocab_size > LARGEST_VOCABULARY:
@@ -93,14 +93,11 @@ class Tokenizer:
         A small corpus may give fewer than `vocab_size` tokens. Raises TokenizerError if `vocab_size` is below 257 (every byte
         and the end of a document) or above `LARGEST_TRAINED`.
         """
-        if vocab_size > LARGEST_TRAINED:
+        if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_TRAINED:
             raise TokenizerError(
-                f"vocabulary size is {vocab_size}: must be at most {LARGEST_TRAINED}; 4096 to 262144 are usual"
-            )
-        if vocab_size < SMALLEST_VOCABULARY:
-            raise TokenizerError(
-                f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} "
-                "(256 bytes and the end of a document); for less, use plain bytes (--tokenizer bytes)"
+                f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} (256 bytes and the end "
+                f"of a document; for less, use --tokenizer bytes), and it must be at most {LARGEST_TRAINED}; 4096 to 262144 "
+                "are usual"
             )
         inner = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
@@ -128,12 +125,6 @@ class Tokenizer:
         added = self._inner.get_added_tokens_decoder().items()
         return {number: token.content for number, token in added if token.special}
 
-    @cached_property
-    def ordinary(self) -> npt.NDArray[np.int64]:
-        """Ids of all tokens but special ones and the end of a document, ascending."""
-        everything = set(self._inner.get_vocab(with_added_tokens=True).values())
-        return np.array(sorted(everything - self.special.keys() - {self.end_of_document}), np.int64)
-
     def save(self, path: Path) -> None:
         """Writes the tokenizer.json, byte for byte as it was given."""
         path.write_text(self.text, "utf-8", newline="")
@@ -148,31 +139,70 @@ class Tokenizer:
         """Smallest integer type of a store that holds every id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
+    @cached_property
+    def _literal(self) -> TokenizerJson:
+        """Reads special tokens in texts as characters. A copy, as threads use both."""
+        inner = TokenizerJson.from_str(self.text)
+        _strip(inner)
+        inner.encode_special_tokens = True
+        return inner
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        longest_first = sorted(filter(None, self.special.values()), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def special_tokens(self, text: str) -> list[str]:
+        """Returns the special tokens that a text contains."""
+        return self._spelled.findall(text)
+
+    def pieces(self, text: str) -> list[str]:
+        """Splits a text into its special tokens and the texts between them, without empty ones."""
+        return [piece for piece in re.split(f"({self._spelled.pattern})", text) if piece]
+
     def encode(self, text: str, *, special: bool = False) -> TokenArray:
-        """Returns the token ids `[tokens]` of a text, without special tokens around it; see `encode_batch`."""
-        return self.encode_batch([text], special=special, workers=1)[0]
+        """Returns the token ids `[tokens]` of a text, without special tokens around it. Raises TokenizerError if it cannot.
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False, workers: int | None = None) -> list[TokenArray]:
-        """Encodes several texts in `workers` threads (None: one per core). Raises TokenizerError for a text that it cannot.
-
-        Special tokens that a text contains become their own ids, as in transformers, if `special`, and characters otherwise.
+        Special tokens that the text contains become their own ids, as in transformers, if `special`, and characters otherwise.
         """
-        self._inner.encode_special_tokens = not special
-        if self.is_bytes and not (special and any(token in text for token in self.special.values() for text in texts)):
-            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        # One text per call: only an environment variable can size the library's own pool. Calls release the GIL.
-        with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
-            return list(threads.map(self._encode_one, texts))
+        if self.is_bytes and not (special and self.special_tokens(text)):
+            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
+        self._require_kept(text)
+        return np.array(_encoding(self._inner if special else self._literal, text).ids, self.dtype)
 
-    def _encode_one(self, text: str) -> TokenArray:
-        return np.array(encoded(self._inner, text, "a text", self.kept).ids, self.dtype)
+    def encode_spans(self, text: str, spans: Spans) -> tuple[TokenArray, TokenWeights, int]:
+        """Encodes a text in which special tokens are meant as such, and finds the tokens of its spans by their characters.
+
+        Returns token ids, weights of the tokens that contain a character of a span (0 of others), and the number of these that
+        also contain characters outside.
+        """
+        self._require_kept(text)
+        encoding = _encoding(self._inner, text, offsets=True)
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        trained = np.zeros(len(starts), np.float32)
+        straddling = 0
+        for start, stop, weight in spans:
+            first = int(np.searchsorted(stops, start, side="right"))
+            end = int(np.searchsorted(starts, stop, side="left"))
+            if first < end:
+                trained[first:end] = weight
+                straddling += int(starts[first] < start) + int(stops[end - 1] > stop)
+        return np.array(encoding.ids, self.dtype), token_weights(trained), straddling
+
+    def _require_kept(self, text: str) -> None:
+        """Raises TokenizerError for a text with bytes that the tokenizer drops."""
+        if self.kept and (lost := text.encode().translate(None, self.kept)):
+            raise TokenizerError(
+                f"the tokenizer would drop bytes of a text that begins with {text[:40]!r}: it lacks {lost[:4]!r}; "
+                f"remove the characters, or {ANOTHER_TOKENIZER}"
+            )
 
     def covered(self, text: str) -> tuple[int, int]:
         """Returns how many characters of a text are not white space, and how many of these a token comes from.
 
         Normalizers and pre-tokenizers can remove text.
         """
-        encoding = encoded(self._inner, text, "a text", offsets=True)
+        encoding = _encoding(self._inner, text, offsets=True)
         seen = np.zeros(len(text), np.bool_)
         for start, stop in encoding.offsets:
             seen[start:stop] = True
@@ -194,19 +224,20 @@ class Tokenizer:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
-def encoded(inner: TokenizerJson, text: str, kind: str, kept: bytes = b"", *, offsets: bool = False) -> Encoding:
-    """Encodes a text without special tokens around it, and with `offsets`. Raises TokenizerError naming the `kind` of text."""
-    if kept and (lost := text.encode().translate(None, kept)):
-        raise TokenizerError(
-            f"the tokenizer would drop bytes of {kind} that begins with {text[:40]!r}: it lacks {lost[:4]!r}; "
-            f"remove the characters, or {ANOTHER_TOKENIZER}"
-        )
+def _strip(inner: TokenizerJson) -> None:
+    """Removes what a tokenizer.json may add to tokens, or take from their offsets."""
+    inner.no_truncation()
+    inner.no_padding()
+    inner.post_processor = None  # some exclude spaces from the offsets
+
+
+def _encoding(inner: TokenizerJson, text: str, *, offsets: bool = False) -> Encoding:
     try:
-        encode = inner.encode_batch if offsets else inner.encode_batch_fast
+        encode = inner.encode_batch if offsets else inner.encode_batch_fast  # which release the GIL
         (encoding,) = encode([text], add_special_tokens=False)
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(
-            f"the tokenizer cannot encode {kind} that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
+            f"the tokenizer cannot encode a text that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
         ) from error
     return encoding
 
@@ -230,6 +261,18 @@ def _unknown(inner: TokenizerJson, content: dict[str, Any]) -> tuple[int | None,
             f"it drops characters that its vocabulary lacks without a trace: set unk_token in its model, or {ANOTHER_TOKENIZER}"
         )
     return unknown, bytes(set(range(256)) - lacking) if lacking else b""
+
+
+def added_tokens(text: str) -> dict[str, int]:
+    """Returns the added tokens of a tokenizer.json, special ones included, with their ids."""
+    return {token["content"]: token["id"] for token in json.loads(text).get("added_tokens") or ()}
+
+
+def without_added(text: str, tokens: Collection[str]) -> str:
+    """Returns a tokenizer.json without these added tokens."""
+    content = json.loads(text)
+    kept = [token for token in content.get("added_tokens") or () if token["content"] not in tokens]
+    return json.dumps({**content, "added_tokens": kept})
 
 
 def same_tokens(one: str, other: str) -> bool:

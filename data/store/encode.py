@@ -1,8 +1,8 @@
-"""Encode: documents → tokens and masks of targets. All texts of a batch are tokenized in one call, by several threads."""
+"""Encode: documents → tokens and masks of targets, each document in a thread of its own."""
 
+import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,6 @@ from longctx.data import TRUNCATED
 from longctx.data.records.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.records.formats import Document
 from longctx.data.records.left_out import EMPTY, left_out
-from longctx.data.records.markup import Marked, Markup
 from longctx.data.records.messages import leaves
 from longctx.data.records.template import Rendered
 from longctx.data.records.token_ids import Ids
@@ -41,25 +40,20 @@ class EncodedDocument(NamedTuple):
     truncated: bool = False
 
 
-@dataclass
 class Encoder:
     """Turns documents into rows, as a request says, in `workers` threads (None: one per core).
 
     `tokenizer` is that of texts, and of conversations in ChatML.
     """
 
-    tokenizer: Tokenizer
-    request: StoreRequest
-    workers: int | None = None
-
-    def __post_init__(self) -> None:
-        self.template, known = self.request.template, self.request.pretrained
-        self.begin = np.zeros(0, self.tokenizer.dtype) if known is None else known.begin
-        self._chatml = ChatML(self.tokenizer)
-        self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
-        self._markup = self.template.markup if self.template else Markup(self.tokenizer)
-        self._begin = "".join(self.tokenizer.decode([token]) for token in self.begin)
-        self._special = np.array(sorted(self.tokenizer.special.keys() - {self.tokenizer.unknown}), self.tokenizer.dtype)
+    def __init__(self, tokenizer: Tokenizer, request: StoreRequest, workers: int | None = None) -> None:
+        self.tokenizer, self.request, self.workers = tokenizer, request, workers
+        known = request.pretrained
+        self._begin = np.zeros(0, tokenizer.dtype) if known is None else known.begin
+        self._begin_text = "".join(tokenizer.decode([token]) for token in self._begin)
+        self._end = np.array([tokenizer.end_of_document], tokenizer.dtype)
+        self._chatml = ChatML(tokenizer)
+        self._special = np.array(sorted(tokenizer.special.keys() - {tokenizer.unknown}), tokenizer.dtype)
 
     def render(self, documents: Sequence[Document]) -> list[Rendered | None]:
         """Returns the rendering of each conversation by the checkpoint's template; None for texts, token ids and ChatML.
@@ -71,52 +65,43 @@ class Encoder:
     def _rendered(self, document: Document) -> Rendered | None:
         is_pair = document.format in ("prompt-completion", "instruction-output") and not document.first_trained
         *before, prompt, answer = document.texts if is_pair else ("", "")
-        special = [] if self.request.special_as_text else self._markup.special_tokens(prompt)
-        if (len({*special}) > 1 or self._begin in special) and prompt.lstrip().startswith(special[0]):  # not <image> alone
+        special = [] if self.request.special_as_text else self.tokenizer.special_tokens(prompt)
+        if (len({*special}) > 1 or self._begin_text in special) and prompt.lstrip().startswith(special[0]):  # not <image> alone
             if before or document.tools:
                 raise ChatError(f"{document.name}: the prompt is rendered, with {special[0]!r}: write system and tools into it")
-            prompt = self._begin + prompt
-            spans = None if self.request.train_on == "all" else [(len(prompt), len(prompt + answer))]
+            prompt = self._begin_text + prompt
+            spans = None if self.request.train_on == "all" else [(len(prompt), len(prompt + answer), 1.0)]
             missing = ["rendering of prompts that are rendered already", *[EMPTY] * (not answer.strip())]
             return Rendered(prompt + answer, spans, missing, unended=True)
-        if self.template is None:
+        if self.request.template is None:
             return None
         try:
             options = document.first_trained, document.message_weights
-            return self.template.render(document.messages, document.tools, *options)
+            return self.request.template.render(document.messages, document.tools, *options)
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
 
-    def encode(
-        self, documents: Sequence[Document], conversations: Sequence[Rendered | None]
-    ) -> tuple[list[EncodedDocument], int]:
-        """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
+    def encode(self, documents: Sequence[Document], rendered: Sequence[Rendered | None]) -> list[EncodedDocument | None]:
+        """Encodes a batch of documents and their renderings. Returns rows; None for a conversation dropped as too long.
 
-        Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for ids out of range.
+        Raises ChatError naming the first conversation that cannot be trained on, and TokenizerError for texts that cannot be
+        encoded and ids out of range.
         """
-        rendered = [each for each in conversations if each is not None]
-        spans = [each.spans or () for each in rendered], [each.weights for each in rendered]
-        marked = iter(self._markup.encode_batch([each.text for each in rendered], *spans, workers=self.workers))
-        encoded = iter(
-            self.tokenizer.encode_batch(
-                [text for each, by in zip(documents, conversations, strict=True) if by is None for text in each.texts],
-                special=not self.request.special_as_text,
-                workers=self.workers,
-            )
-        )
-        rows = []
-        for document, rendering in zip(documents, conversations, strict=True):
-            if document.ids is not None:
-                row = self._with_ids(document, document.ids)
-            elif rendering is not None:
-                row = self._templated(document, rendering, next(marked))
-            else:
-                row = self._plain(document, list(islice(encoded, len(document.texts))))
-            if row.trained is not None and not row.trained[1:].any():
-                raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
-            rows.append(row)
-        kept = [row for row in map(self._cut, rows) if row is not None]
-        return kept, len(rows) - len(kept)
+        with ThreadPoolExecutor(self.workers or os.cpu_count()) as threads:
+            return list(threads.map(self._row, documents, rendered))
+
+    def _row(self, document: Document, rendered: Rendered | None) -> EncodedDocument | None:
+        if document.ids is not None:
+            row = self._with_ids(document, document.ids)
+        elif rendered is not None:
+            row = self._templated(document, rendered)
+        elif document.text is not None:
+            row = self._text(document, document.text)
+        else:
+            row = self._in_chatml(document)
+        if row.trained is not None and not row.trained[1:].any():
+            raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
+        return self._cut(row)
 
     def _cut(self, row: EncodedDocument) -> EncodedDocument | None:
         """Returns a row, cut if it is a conversation that is too long; None: it is dropped. Raises ChatError if it must not."""
@@ -136,25 +121,20 @@ class Encoder:
             return None
         return row._replace(tokens=row.tokens[span], trained=trained, truncated=True)
 
-    def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> EncodedDocument:
-        spelled = sum(len(self._markup.special_tokens(text)) for text in leaves([document.messages, document.tools]))
+    def _templated(self, document: Document, rendered: Rendered) -> EncodedDocument:
+        spelled = sum(len(self.tokenizer.special_tokens(text)) for text in leaves([document.messages, document.tools]))
         if spelled and self.request.special_as_text:
             raise ChatError(
                 f"{document.name}: a message contains a special token, which stays one in the chat template's text: remove it, "
                 "give --chat-template chatml, which keeps it as text, or omit --special-tokens-as-text"
             )
-        end = self._ending(marked.tokens)[: rendered.unended]
-        last = rendered.weights[-1] if rendered.weights else 1.0
-        trained = token_weights(np.append(marked.trained, [last] * len(end)))
-        return EncodedDocument(
-            document,
-            np.append(marked.tokens, end),
-            None if rendered.spans is None else trained,
-            spelled,
-            marked.straddling,
-            rendered.left_out,
-            rendered.thoughts,
-        )
+        spans = rendered.spans or ()
+        tokens, trained, straddling = self.tokenizer.encode_spans(rendered.text, spans)
+        if rendered.unended and len(end := self._ending(tokens)):
+            tokens = np.append(tokens, end)
+            trained = token_weights(np.append(trained, spans[-1][2] if spans else 1.0))
+        targets = None if rendered.spans is None else trained
+        return EncodedDocument(document, tokens, targets, spelled, straddling, rendered.left_out, rendered.thoughts)
 
     def _ending(self, tokens: TokenArray) -> TokenArray:
         """Returns the end of a document, or nothing if the tokens end with it already."""
@@ -171,19 +151,26 @@ class Encoder:
             )
         return EncodedDocument(document, ids.astype(self.tokenizer.dtype), document.learned)
 
-    def _plain(self, document: Document, texts: Sequence[TokenArray]) -> EncodedDocument:
-        """Joins the tokens of a text, or of a conversation in ChatML."""
-        spelled = sum(int(np.isin(tokens, self._special).sum()) for tokens in texts)
-        if document.text is not None:
-            return EncodedDocument(document, np.concatenate([self.begin, texts[0], self._ending(texts[0])]), None, spelled)
+    def _encoded(self, text: str) -> tuple[TokenArray, int]:
+        """Returns the tokens of a text, and the number of special ones that it contains."""
+        tokens = self.tokenizer.encode(text, special=not self.request.special_as_text)
+        return tokens, int(np.isin(tokens, self._special).sum())
+
+    def _text(self, document: Document, text: str) -> EncodedDocument:
+        tokens, spelled = self._encoded(text)
+        return EncodedDocument(document, np.concatenate([self._begin, tokens, self._ending(tokens)]), None, spelled)
+
+    def _in_chatml(self, document: Document) -> EncodedDocument:
+        contents = [self._encoded(text) for text in document.texts]
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
             weights = document.message_weights
             turns = trained_turns(document.messages, document.first_trained, self.request.train_on, weights)
-            tokens, mask = self._chatml.join(document.messages, texts, turns, weights)
+            tokens, mask = self._chatml.join(document.messages, [tokens for tokens, _ in contents], turns, weights)
             missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.request.train_on == "all" else np.append(mask, mask[-1])
+        spelled = sum(count for _, count in contents)
         return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, spelled, left_out=missing)

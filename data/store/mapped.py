@@ -1,11 +1,9 @@
 """Mapped file: one Arrow file of a store in memory, its record batches, and the verification of those that are read."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow
 
 from longctx.checksums import CHUNK, DIGITS, checksums_of
@@ -44,7 +42,7 @@ class MappedFile:
         self.table = pyarrow.Table.from_batches(batches, reader.schema)
         if missing := set(COLUMNS) - set(self.table.column_names):
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        self.batches = [_batch(self, batch, *span) for batch, *span in zip(batches, ends, ends[1:], strict=False)]
+        self.batches = [Batch(rows, self, *span) for rows, *span in zip(batches, ends, ends[1:], strict=False)]
 
     def damage(self, start: int = 0, stop: int | None = None) -> str:
         """Verifies the chunks of a span of bytes that no earlier call has. Returns what is wrong; empty if nothing is."""
@@ -58,29 +56,10 @@ class MappedFile:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One Arrow record batch: document i has tokens[starts[i]:starts[i+1]], and `trained` likewise (empty: all), and
-    `weights` (empty: those of `trained`).
+class Batch(NamedTuple):
+    """An Arrow record batch, which its file has in the bytes from `begin` to `end`, header included."""
 
-    `file` has it in the bytes from `begin` to `end`, which include its header.
-    """
-
-    tokens: npt.NDArray[np.integer[Any]]
-    starts: npt.NDArray[np.int32]
-    trained: Any  # pyarrow.BooleanArray: one bit per token
-    trained_starts: npt.NDArray[np.int32]
-    weights: npt.NDArray[np.float32] | None  # None: the file has none
-    weight_starts: npt.NDArray[np.int32]
+    rows: Any
     file: MappedFile
     begin: int
     end: int
-
-
-def _batch(file: MappedFile, batch: Any, begin: int, end: int) -> Batch:
-    tokens, trained = batch.column("tokens"), batch.column("trained")
-    arrays = tokens.values.to_numpy(), tokens.offsets.to_numpy(), trained.values, trained.offsets.to_numpy()
-    if "token_weights" not in batch.schema.names:
-        return Batch(*arrays, None, arrays[3], file, begin, end)
-    weights = batch.column("token_weights")
-    return Batch(*arrays, weights.values.to_numpy(), weights.offsets.to_numpy(), file, begin, end)

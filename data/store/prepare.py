@@ -6,8 +6,7 @@ and a second call with the same request skips the documents of those parts inste
 content of the source and all settings; if the store at OUT already matches it, nothing is done.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,13 +22,12 @@ from longctx.data.records.readers import CorpusError
 from longctx.data.records.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.store.encode import Encoder
 from longctx.data.store.folder import NOTES, partial_folder, present, put_in_place
-from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
+from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Counts, Manifest, StoreError
 from longctx.data.store.request import StoreRequest
-from longctx.data.store.writer import SUMS, Part, Progress, write_dataset_files, write_parts
+from longctx.data.store.writer import Progress, write_dataset_files, write_parts
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
-SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
 @dataclass(frozen=True)
@@ -92,28 +90,37 @@ def _write(request: StoreRequest, folder: Path, workers: int | None, progress: P
     pretrained = request.pretrained
     if pretrained is not None:
         _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
-    counts = SourceCounts()
-    parts = write_parts(folder, request.corpus, Encoder(tokenizer, request, workers), counts, progress=progress)
-    _check_targets(request.corpus, counts, parts, request.max_length)
-    conversations = bool(set(counts.formats) - WITHOUT_TEMPLATE)
-    if request.given is None and TOKEN_IDS in counts.formats:
+    read = SourceCounts()
+    parts = write_parts(folder, request.corpus, Encoder(tokenizer, request, workers), read, progress=progress)
+    written = sum(parts, Counts())
+    _check_targets(request.corpus, read, written, request.max_length)
+    conversations = bool(set(read.formats) - WITHOUT_TEMPLATE)
+    if request.given is None and TOKEN_IDS in read.formats:
         raise _unnamed(request.corpus)
     if pretrained is not None and request.templates is None and conversations:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer)
     write_dataset_files(folder, tokenizer, parts, fingerprint)
-    manifest = _manifest(
-        folder,
-        request.corpus,
-        tokenizer,
-        parts,
-        counts,
+    known = {part.file: part.checksums for part in parts}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in NOTES)
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    manifest = Manifest(
+        **vars(read),
+        **vars(written),
         request=request.digest,
         fingerprint=fingerprint,
+        source=request.corpus.source,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document_token=tokenizer.end_of_document_token,
+        files={name: path.stat().st_size for name, path in files.items()},
+        checksums={name: known.get(name) or checksums(path) for name, path in files.items()},
+        not_read=dict(request.corpus.not_read),
         template=request.template_in_words(tokenizer) if conversations else "",
         train_on=request.train_on,
         max_length=request.max_length,
         special_as_text=request.special_as_text,
+        limits=request.corpus.limits,
     )
     if 2 * manifest.unknown_tokens > manifest.tokens:
         raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
@@ -178,68 +185,25 @@ def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
         )
 
 
-def _check_targets(corpus: Corpus, counts: SourceCounts, parts: Sequence[Part], max_length: int | None) -> None:
+def _check_targets(corpus: Corpus, read: SourceCounts, written: Counts, max_length: int | None) -> None:
     """Raises CorpusError if there is nothing to train on."""
-    dropped = sum(part.dropped_documents for part in parts)
-    if corpus.separator and not any(repr(corpus.separator) in what for what in counts.noted):
+    if corpus.separator and not any(repr(corpus.separator) in what for what in read.noted):
         what = f"the document separator {corpus.separator!r} is in no file that is one text"
         raise CorpusError(f"source {corpus.source!r}: {what}: correct it, or omit it (--document-separator)")
-    if not parts:
-        left_out = [f"{counts.empty} {'is' if counts.empty == 1 else 'are'} empty"] * bool(counts.empty)
-        if counts.untrained:
-            left_out.append(f"{counts.untrained} switch off the loss of everything")
-        if counts.not_text:
-            left_out.append(f"{len(counts.not_text)} files are not UTF-8 text ({', '.join(counts.not_text[:3])})")
-        left_out += [f"{count:,} {what}" for what, count in counts.noted.items()]
+    if written.dropped_documents and not written.documents:
+        raise CorpusError(
+            f"all {written.dropped_documents:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise "
+            "--max-length"
+        )
+    if not written.documents:
+        left_out = [f"{read.empty_documents} {'is' if read.empty_documents == 1 else 'are'} empty"] * bool(read.empty_documents)
+        if read.untrained_documents:
+            left_out.append(f"{read.untrained_documents} switch off the loss of everything")
+        if read.skipped_files:
+            left_out.append(f"{read.skipped_files} files are not UTF-8 text ({', '.join(read.skipped_names[:3])})")
+        left_out += [f"{count:,} {what}" for what, count in read.noted.items()]
         left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
         why = ", ".join(left_out) or "it is empty"
         raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with content")
-    if dropped and not any(part.documents for part in parts):
-        raise CorpusError(
-            f"all {dropped:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise --max-length"
-        )
-    if not any(part.trained_tokens for part in parts):
+    if not written.trained_tokens:
         raise CorpusError(f"source {corpus.source!r} has no targets: every document is a single token; give longer documents")
-
-
-def _manifest(
-    folder: Path,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    parts: Sequence[Part],
-    counts: SourceCounts,
-    **settings: Any,
-) -> Manifest:
-    longest = max(parts, key=lambda part: part.longest_length)
-    files = {
-        file.relative_to(folder).as_posix(): file
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name not in NOTES
-    }
-    written = {part.file: part.checksums for part in parts}
-    return Manifest(
-        **settings,
-        source=corpus.source,
-        **{name: sum(getattr(part, name) for part in parts) for name in SUMS},
-        longest_name=longest.longest_name,
-        longest_length=longest.longest_length,
-        empty_documents=counts.empty,
-        limits=corpus.limits,
-        not_read=dict(corpus.not_read),
-        skipped_files=len(counts.not_text),
-        skipped_names=tuple(counts.not_text[:SKIPPED_NAMES]),
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document_token=tokenizer.end_of_document_token,
-        files={name: file.stat().st_size for name, file in files.items()},
-        checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
-        unknown_name=next((part.unknown_name for part in parts if part.unknown_name), ""),
-        formats=dict(counts.formats),
-        noted=dict(counts.noted),
-        untrained_documents=counts.untrained,
-        unused=dict(counts.unused),
-        left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
-        spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
-        lightest=min(part.lightest for part in parts),
-        heaviest=max(part.heaviest for part in parts),
-    )

@@ -11,7 +11,6 @@ from typing import Any
 from longctx.data import TRUNCATED
 from longctx.data.records.chat import TRAIN_ON, ChatError, ChatML
 from longctx.data.records.corpus import Corpus
-from longctx.data.records.markup import Markup
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.template import Template, marks_generation
 from longctx.data.records.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
@@ -90,8 +89,7 @@ class StoreRequest:
         known = self.pretrained
         if known is None or self.templates is None:
             return None
-        markup = Markup(known.tokenizer)
-        return Template(self.templates, known.variables, markup, known.ends, self.train_on, self.empty_thoughts)
+        return Template(self.templates, known.variables, known.tokenizer, known.ends, self.train_on, self.empty_thoughts)
 
     @cached_property
     def _content(self) -> dict[str, Any]:

@@ -23,16 +23,18 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 
+from longctx.checksums import damage
 from longctx.data import IGNORED_LABEL
 from longctx.data.records.tokenizer import Tokenizer
-from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, how_to_prepare
+from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, damaged
 from longctx.data.store.mapped import Batch, MappedFile
 from longctx.errors import shell
 
@@ -79,6 +81,7 @@ class Store:
         lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
         trained_tokens: targets per document, int64 `[documents]`.
         weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
+        weighted: whether a document has weights of tokens.
         fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
     """
 
@@ -98,6 +101,7 @@ class Store:
         prints = [source.fingerprint for source in self.sources]
         self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
         self._table = table
+        self.weighted = "token_weights" in table.column_names
         self.lengths: Int64Array = table.column("length").to_numpy()
         self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
         weights = table.column("weight")
@@ -105,32 +109,29 @@ class Store:
         self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
         self._names = table.column("name")
         self._batches = batches
-        self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])
+        self._first_document = np.cumsum([0] + [batch.rows.num_rows for batch in self._batches])
 
     @classmethod
     def open(cls, path: Path | str) -> "Store":
         """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out."""
         path = Path(path)
         manifest = Manifest.load(path)
-        again = f"prepare it again with {how_to_prepare(path, ' --overwrite')}"
         try:
             for name in manifest.files:
-                if not name.endswith(ARROW) and (problem := manifest.damage(path, name)):
+                if not name.endswith(ARROW) and (problem := damage(path / name, manifest.checksums[name])):
                     raise ValueError(problem)
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
             parts = sorted(name for name in manifest.files if name.endswith(ARROW))
             files = [MappedFile(path / name, manifest.checksums[name]) for name in parts]
             table = pyarrow.concat_tables([file.table for file in files], promote_options="default")
         except (pyarrow.ArrowException, ValueError) as error:
-            raise StoreError(f"store {path} is damaged: {error}; {again}") from error
+            raise damaged(path, error) from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
             raise StoreError(f"store {path} has files of another store: prepare it again with `longctx prepare --overwrite`")
         for column, total in (("length", manifest.tokens), ("trained_tokens", manifest.trained_tokens)):
             if (actual := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)) != total:
-                problem = next(
-                    filter(None, (file.damage() for file in files)), f"{column} adds up to {actual:,}, not {total:,}"
-                )
-                raise StoreError(f"store {path} is damaged: {problem}; {again}")
+                found = filter(None, (file.damage() for file in files))
+                raise damaged(path, next(found, f"{column} adds up to {actual:,}, not {total:,}"))
         return cls(path, manifest, used, table, [batch for file in files for batch in file.batches])
 
     @classmethod
@@ -168,10 +169,6 @@ class Store:
         return partly
 
     @property
-    def weighted(self) -> bool:
-        return any(batch.weights is not None for batch in self._batches)
-
-    @property
     def said(self) -> str:
         return ", ".join(str(source.path) for source in self.sources)
 
@@ -183,7 +180,7 @@ class Store:
     @property
     def largest_token(self) -> int:
         """Largest token id of all documents; reads all of them."""
-        return max(int(batch.tokens.max()) for batch in self._batches if len(batch.tokens))
+        return max(pyarrow.compute.max(batch.rows.column("tokens").values).as_py() or 0 for batch in self._batches)
 
     def tokens_by_source(self, documents: Sequence[int], tokens: Sequence[int]) -> dict[str, int]:
         """Returns the sum of `tokens`, given per entry of `documents`, by the path of their store; {} for a single store."""
@@ -224,17 +221,13 @@ class Store:
 
         Tokens that are no targets have 0. They multiply the weight of the document.
         """
-        if not self.weighted:
-            return None
-        batch, row = self._locate(document)
-        first, end = batch.weight_starts[row : row + 2]
-        return None if batch.weights is None or first == end else batch.weights[first + start : first + stop]
+        return self._values(document, "token_weights", start, stop) if self.weighted else None
 
     def target_tokens(self, document: int, start: int, stop: int) -> int:
         """Returns the number of targets of the span start … stop - 1 as a separate document, whose first token is no target."""
         if stop - start == self.lengths[document]:
             return int(self.trained_tokens[document])
-        return int(self._trained(*self._locate(document), start + 1, stop).sum()) if stop > start + 1 else 0
+        return int(self._trained(document, start + 1, stop).sum()) if stop > start + 1 else 0
 
     def has_targets(self, documents: Int64Array, starts: Int64Array, stops: Int64Array) -> npt.NDArray[np.bool_]:
         """Returns which of these spans have a target as separate documents; reads those that are parts of conversations."""
@@ -247,32 +240,50 @@ class Store:
 
     def _read(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Returns tokens of a document and which may be targets. Raises StoreError if they are damaged."""
-        batch, row = self._locate(document)
-        first = int(batch.starts[row])
-        tokens = batch.tokens[first + start : first + stop].astype(np.int64)
+        tokens = self._values(document, "tokens", start, stop).astype(np.int64)
         size = self.tokenizer.vocab_size
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < size):
             at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
-            raise StoreError(
-                f"store {self._path(document)} is damaged: document {self.name(document)} has token {tokens[at]} at position "
-                f"{start + at}, but its tokenizer has {size:,} tokens: prepare it again with --overwrite"
-            )
-        return tokens, self._trained(batch, row, start, stop)
+            where = f"document {self.name(document)} has token {tokens[at]} at position {start + at}"
+            raise damaged(self._path(document), f"{where}, but its tokenizer has {size:,} tokens")
+        return tokens, self._trained(document, start, stop)
 
-    def _locate(self, document: int) -> tuple[Batch, int]:
-        """Returns the batch of a document, verified, and its row there. Raises StoreError if the batch is damaged."""
+    def _trained(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        mask: npt.NDArray[np.bool_] | None = self._values(document, "trained", start, stop)
+        return np.ones(stop - start, np.bool_) if mask is None else mask
+
+    def _values(self, document: int, column: str, start: int, stop: int) -> Any:
+        """Returns a span of a document's list in a column; None: it has none. Raises StoreError if it is damaged."""
         index = int(np.searchsorted(self._first_document, document, side="right")) - 1
         batch = self._batches[index]
         if problem := batch.file.damage(batch.begin, batch.end):
-            raise StoreError(f"store {self._path(document)} is damaged: {problem}; prepare it again with --overwrite")
-        return batch, document - int(self._first_document[index])
+            raise damaged(self._path(document), problem)
+        if column not in batch.rows.schema.names:
+            return None
+        values = batch.rows.column(column)[document - int(self._first_document[index])].values
+        return None if values is None else values[start:stop].to_numpy(zero_copy_only=False)
 
     def _path(self, document: int) -> Path:
         return next(source.path for source in self.sources if document in source.documents)
 
-    def _trained(self, batch: Batch, row: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        first = int(batch.trained_starts[row])
-        if first == batch.trained_starts[row + 1]:
-            return np.ones(stop - start, np.bool_)
-        mask: npt.NDArray[np.bool_] = batch.trained.slice(first + start, stop - start).to_numpy(zero_copy_only=False)
-        return mask
+
+class Lengths(Store):
+    """Documents of these lengths for planning steps; every token is trained, and none can be read.
+
+    Attributes as of `Store`; `said` describes the lengths, and the tokenizer has a size only.
+    """
+
+    def __init__(self, lengths: Sequence[int], said: str, vocab_size: int) -> None:
+        self.lengths = np.array(lengths, dtype=np.int64)
+        self.trained_tokens = np.maximum(self.lengths - 1, 0)
+        self.path = Path(said)
+        self.sources = (Source(self.path, "", range(len(self.lengths))),)
+        self.tokenizer = cast(Tokenizer, SimpleNamespace(vocab_size=vocab_size))
+        self.weighted = False
+
+    @property
+    def names(self) -> Iterator[str]:
+        yield from map(self.name, range(len(self)))
+
+    def name(self, document: int) -> str:
+        return f"document {document + 1}"

@@ -4,17 +4,15 @@ Finished parts are listed in `journal.jsonl`, so that an interrupted preparation
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow
 
 from longctx.checksums import SummedFile, damage, sealed, unsealed
@@ -22,6 +20,7 @@ from longctx.data.records.corpus import Corpus, SourceCounts
 from longctx.data.records.formats import Document
 from longctx.data.records.tokenizer import Tokenizer, TokenWeights
 from longctx.data.store.encode import EncodedDocument, Encoder
+from longctx.data.store.manifest import Counts
 from longctx.data.store.store import store_schema
 
 PART_TOKENS = 1 << 25  # minimum tokens per Arrow file, the unit of resuming
@@ -32,42 +31,18 @@ Progress = Callable[[str, float], None]
 """Called with the name of the current stage and its finished share (0 … 1)."""
 
 
-@dataclass
-class Part:
-    """An Arrow file, as the journal lists it once finished. Fields are named as in `Manifest`."""
+Row = EncodedDocument | None
+"""A document of the store; None: it is dropped."""
+
+
+@dataclass(kw_only=True)
+class Part(Counts):
+    """An Arrow file, as the journal lists it once finished; `weighted`: whether it has the column `token_weights`."""
 
     file: str
-    bytes: int = 0
-    source_bytes: float = 0.0
-    documents: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    longest_name: str = ""
-    longest_length: int = 0
-    unknown_tokens: int = 0
-    unknown_documents: int = 0
-    unknown_name: str = ""
-    dropped_documents: int = 0
-    truncated_documents: int = 0
-    spelled_tokens: int = 0
-    spelled_documents: int = 0
-    spelled_name: str = ""
-    straddling_tokens: int = 0
-    empty_thoughts: int = 0
-    lightest: float = math.inf
-    heaviest: float = 0.0
-    weighted: bool = False  # whether it has the column `token_weights`
-    weighted_documents: int = 0
-    left_out: dict[str, int] = field(default_factory=dict)
-    checksums: str = ""
-
-
-SUMS = (
-    *("documents", "tokens", "trained_tokens", "unknown_tokens", "unknown_documents", "dropped_documents"),
-    *("truncated_documents", "spelled_tokens", "spelled_documents", "straddling_tokens", "empty_thoughts"),
-    "weighted_documents",
-)
-"""Numbers of a part that add up to those of the store."""
+    source_bytes: float
+    weighted: bool
+    checksums: str
 
 
 def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCounts, *, progress: Progress) -> list[Part]:
@@ -83,17 +58,16 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, counts: SourceCo
             journal.write(json.dumps(sealed(asdict(parts[-1]))) + "\n")
             journal.flush()
 
-        for batch, rows, dropped in _encoded(_batches(documents), encoder):
-            weighted = any(_has_weights(row.trained) for row in rows)
-            if writer is not None and weighted > writer.part.weighted:
+        for batch, rows in _encoded(_batches(documents), encoder):
+            weighted = any(row is not None and _has_weights(row.trained) for row in rows)
+            if writer is not None and weighted > writer.weighted:
                 finish(writer)
                 writer = None
-            options = encoder.tokenizer, weighted
-            writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", *options)
-            writer.write(batch, rows, dropped)
+            writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer, weighted)
+            writer.write(batch, rows)
             read += sum(document.source_bytes for document in batch)
             progress("tokenizing", min(1.0, read / max(1, corpus.bytes)))
-            if writer.part.tokens >= PART_TOKENS:
+            if writer.counts.tokens >= PART_TOKENS:
                 finish(writer)
                 writer = None
         if writer is not None:
@@ -117,19 +91,17 @@ def finished_parts(folder: Path) -> list[Part]:
     return parts
 
 
-def _encoded(
-    batches: Iterator[list[Document]], encoder: Encoder
-) -> Iterator[tuple[list[Document], list[EncodedDocument], int]]:
+def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tuple[list[Document], list[Row]]]:
     """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered while one is tokenized."""
     with ThreadPoolExecutor(max_workers=1) as thread:
-        ahead: tuple[list[Document], Future[tuple[list[EncodedDocument], int]]] | None = None
+        ahead: tuple[list[Document], Future[list[Row]]] | None = None
         for batch in batches:
             submitted = batch, thread.submit(encoder.encode, batch, encoder.render(batch))
             if ahead is not None:
-                yield ahead[0], *ahead[1].result()
+                yield ahead[0], ahead[1].result()
             ahead = submitted
         if ahead is not None:
-            yield ahead[0], *ahead[1].result()
+            yield ahead[0], ahead[1].result()
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -150,79 +122,73 @@ class _PartWriter:
     """Writes one Arrow stream file, one record batch at a time."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer, weighted: bool) -> None:
-        self._file, self._unknown = file, tokenizer.unknown
+        self._file, self._unknown, self.weighted = file, tokenizer.unknown, weighted
         self._schema = store_schema(tokenizer, weighted)
         self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
-        self.part = Part(file.name, weighted=weighted)
+        self._source_bytes = 0.0
+        self.counts = Counts()
 
-    def write(self, documents: Sequence[Document], rows: Sequence[EncodedDocument], dropped: int) -> None:
-        """Appends the rows of `documents`, of which `dropped` documents have none."""
-        part = self.part
-        part.dropped_documents += dropped
-        part.source_bytes += sum(document.source_bytes for document in documents)
+    def write(self, documents: Sequence[Document], given: Sequence[Row]) -> None:
+        """Appends the rows of `documents`."""
+        rows = [row for row in given if row is not None]
+        self._source_bytes += sum(document.source_bytes for document in documents)
+        self.counts += Counts(dropped_documents=len(given) - len(rows))
         if not rows:
             return
-        names = [row.document.name for row in rows]
-        lengths = np.array([len(row.tokens) for row in rows], np.int64)
-        weights = [row.document.weight for row in rows]
         masks = [row.trained for row in rows]
-        targets = np.array(
-            [n - 1 if mask is None else np.count_nonzero(mask[1:]) for n, mask in zip(lengths, masks, strict=True)], np.int64
-        )
-        columns = [
-            pyarrow.array(names),
-            pyarrow.ListArray.from_arrays(_offsets(lengths), np.concatenate([row.tokens for row in rows])),
-            pyarrow.array(lengths),
-            pyarrow.array(targets),
-            _lists([None if mask is None else mask != 0 for mask in masks], np.bool_),
-            pyarrow.array(weights, pyarrow.float64()),
-        ]
-        if self.part.weighted:
-            columns.append(_lists([mask if _has_weights(mask) else None for mask in masks], np.float32))
-        self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
-        part.documents += len(rows)
-        part.tokens += int(lengths.sum())
-        part.trained_tokens += int(targets.sum())
-        if (longest := int(lengths.max())) > part.longest_length:
-            part.longest_length, part.longest_name = longest, names[int(lengths.argmax())]
+        targets = [len(row.tokens) - 1 if row.trained is None else int(np.count_nonzero(row.trained[1:])) for row in rows]
+        columns = {
+            "name": [row.document.name for row in rows],
+            "tokens": [row.tokens for row in rows],
+            "length": [len(row.tokens) for row in rows],
+            "trained_tokens": targets,
+            "trained": [None if mask is None else mask != 0 for mask in masks],
+            "weight": [row.document.weight for row in rows],
+            "token_weights": [mask if _has_weights(mask) else None for mask in masks],  # only if it is in the schema
+        }
+        self._stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema=self._schema))
+        self.counts += self._counted(rows, sum(targets))
+
+    def _counted(self, rows: Sequence[EncodedDocument], targets: int) -> Counts:
+        longest = max(rows, key=lambda row: len(row.tokens))
         unknown = [0 if self._unknown is None else int((row.tokens == self._unknown).sum()) for row in rows]
-        part.unknown_tokens += sum(unknown)
-        part.unknown_documents += sum(map(bool, unknown))
-        part.unknown_name = part.unknown_name or next((name for name, count in zip(names, unknown, strict=True) if count), "")
-        part.spelled_tokens += sum(row.spelled for row in rows)
-        part.spelled_documents += sum(row.spelled > 0 for row in rows)
-        part.spelled_name = part.spelled_name or next((row.document.name for row in rows if row.spelled), "")
-        part.left_out = dict(Counter(part.left_out) + Counter(name for row in rows for name in row.left_out))
-        part.truncated_documents += sum(row.truncated for row in rows)
-        part.empty_thoughts += sum(row.thoughts for row in rows)
-        part.straddling_tokens += sum(row.straddling for row in rows)
-        part.weighted_documents += sum(map(_has_weights, masks))
-        part.lightest, part.heaviest = min(part.lightest, *weights), max(part.heaviest, *weights)
+        weights = [row.document.weight for row in rows]
+        return Counts(
+            documents=len(rows),
+            tokens=sum(len(row.tokens) for row in rows),
+            trained_tokens=targets,
+            longest_name=longest.document.name,
+            longest_length=len(longest.tokens),
+            unknown_tokens=sum(unknown),
+            unknown_documents=sum(map(bool, unknown)),
+            unknown_name=next((row.document.name for row, count in zip(rows, unknown, strict=True) if count), ""),
+            truncated_documents=sum(row.truncated for row in rows),
+            spelled_tokens=sum(row.spelled for row in rows),
+            spelled_documents=sum(row.spelled > 0 for row in rows),
+            spelled_name=next((row.document.name for row in rows if row.spelled), ""),
+            straddling_tokens=sum(row.straddling for row in rows),
+            empty_thoughts=sum(row.thoughts for row in rows),
+            lightest=min(weights),
+            heaviest=max(weights),
+            weighted_documents=sum(_has_weights(row.trained) for row in rows),
+            left_out=dict(Counter(name for row in rows for name in row.left_out)),
+        )
 
     def finish(self) -> Part:
         self._stream.close()
         self._sink.close()
-        self.part.checksums = self._sink.checksums
-        self.part.bytes = self._file.stat().st_size
-        return self.part
+        return Part(
+            file=self._file.name,
+            source_bytes=self._source_bytes,
+            weighted=self.weighted,
+            checksums=self._sink.checksums,
+            **vars(self.counts),
+        )
 
 
 def _has_weights(trained: TokenWeights | None) -> bool:
     return trained is not None and trained.dtype == np.float32
-
-
-def _lists(values: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> Any:
-    """Returns an Arrow column of lists, null for None."""
-    return pyarrow.ListArray.from_arrays(
-        _offsets([0 if each is None else len(each) for each in values]),
-        np.concatenate([each for each in values if each is not None] or [np.zeros(0, dtype)]),
-        mask=pyarrow.array([each is None for each in values]),
-    )
-
-
-def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str) -> None:

@@ -12,8 +12,7 @@ from longctx.commands.lengths import read_lengths, stands_in
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config
 from longctx.data.sampler import Sampler
-from longctx.data.store.lengths import Lengths
-from longctx.data.store.store import Store
+from longctx.data.store.store import Lengths, Store
 from longctx.errors import UserError, raise_together
 from longctx.hf.source import lines_on
 from longctx.memory.fitting import as_fitted, changes_between, verdict

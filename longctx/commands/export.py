@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         merge=arguments.merge,
     )
-    print(exported.said, how_to_load(arguments.out), sep="\n")
+    print(exported, how_to_load(arguments.out), sep="\n")
     return 0
 
 

@@ -150,7 +150,7 @@ def _given(arguments: argparse.Namespace, out: Path) -> Config:
 
 def _prepare(arguments: argparse.Namespace, chosen: Config, out: Path) -> None:
     """Prepares the data, by the tokenizer of the model unless another one is given, with the new tokens."""
-    from longctx.data.records.new_tokens import save_with_tokens
+    from longctx.data.records.pretrained import save_with_tokens
     from longctx.data.store.manifest import StoreError
 
     tokenizer = arguments.tokenizer or arguments.model
@@ -181,7 +181,7 @@ def _longest(arguments: argparse.Namespace, chosen: Config) -> int | None:
 def _as_prepared(lengths: "Store", long_documents: str, longest: int | None) -> "Store":
     """Returns the lengths that are left after a preparation, as of conversations."""
     from longctx.comparison.steps import fit
-    from longctx.data.store.lengths import Lengths
+    from longctx.data.store.store import Lengths
 
     if longest is None or long_documents == "error":
         return lengths

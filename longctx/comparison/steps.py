@@ -92,12 +92,11 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
 
     def draw(ranks: int, longest: int) -> Drawn:
         sampler = Sampler(
-            store.lengths,
+            store,
             global_tokens=global_tokens(ranks),
             seed=seed,
             max_length=longest,
             long_documents=long_documents,
-            name=store.name,
         )
         return Drawn(first_lengths(sampler, steps))
 

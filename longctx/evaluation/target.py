@@ -15,7 +15,7 @@ from longctx.model.protocol import differences_but_rope
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import choose_max_length
 from longctx.training.passes import Passes
-from longctx.training.saved.checkpoint import Checkpoint, load_weights, newest
+from longctx.training.saved.checkpoint import Checkpoint, because, load_weights, newest
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Target:
         if (folder / "config.yaml").is_file():
             newest_one, damaged = newest(folder)
             if newest_one is None:
-                why = f" ({'; '.join(damaged)})" if damaged else ""
+                why = because(damaged)
                 raise UserError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
             config = load(folder / "config.yaml", overrides, world_size=world_size)
             return cls(name, config, newest_one, tuple(damaged))

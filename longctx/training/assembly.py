@@ -15,11 +15,10 @@ from longctx.training.optimizer import make_optimizer
 from longctx.training.passes import Passes
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint
-from longctx.training.saved.best import restore_best
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.model_folder import keep_model_files
-from longctx.training.saved.run_folder import set_aside
+from longctx.training.saved.run_folder import restore_best, set_aside
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
 from longctx.training.trainer import Trainer

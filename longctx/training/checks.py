@@ -9,12 +9,10 @@ import torch
 from longctx.config import Config
 from longctx.config.problems import plain, yaml_text
 from longctx.config.rules import leaves_rank_empty
-from longctx.data.records.new_tokens import added_tokens, without_added
 from longctx.data.records.pretrained import Pretrained
-from longctx.data.records.tokenizer import TokenizerError, same_tokens
-from longctx.data.store.lengths import Lengths
+from longctx.data.records.tokenizer import TokenizerError, added_tokens, same_tokens, without_added
 from longctx.data.store.manifest import TOKENIZER
-from longctx.data.store.store import Store
+from longctx.data.store.store import Lengths, Store
 from longctx.errors import UserError, shell
 from longctx.hf.source import ModelSource
 from longctx.planning.cost.spec import ModelSpec

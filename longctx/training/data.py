@@ -9,7 +9,7 @@ from functools import partial
 from longctx.config import Config, ConfigError
 from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader, Merging, Planner, merge_pieces, plan_step
-from longctx.data.mixture import Mixture, Steps, make_steps
+from longctx.data.mixture import Mixture, Order, Steps, make_steps
 from longctx.data.sampler import Sampler
 from longctx.data.store.store import Store
 from longctx.parallel.mesh import Mesh
@@ -135,26 +135,25 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         rank=mesh.rank,
         ranks=mesh.ranks,
         planner=make_planner(config, mesh.ranks, profile),
-        global_tokens=config.batch.global_tokens,
-        seed=config.order_seed,
-        max_length=max_length,
-        long_documents=config.data.long_documents,
-        held_out_share=config.data.held_out,
         pad_to_multiple_of=padding(config),
         merging=make_merging(config, mesh.world_size),
+        **_order(config, max_length),
     )
+
+
+def _order(config: Config, max_length: int) -> Order:
+    return {
+        "global_tokens": config.batch.global_tokens,
+        "seed": config.order_seed,
+        "max_length": max_length,
+        "long_documents": config.data.long_documents,
+        "held_out_share": config.data.held_out,
+    }
 
 
 def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
     """Returns the documents of every step of a run on `ranks` processes."""
-    return make_steps(
-        store,
-        global_tokens=config.batch.global_tokens,
-        seed=config.order_seed,
-        max_length=config.max_length(ranks),
-        long_documents=config.data.long_documents,
-        held_out_share=config.data.held_out,
-    )
+    return make_steps(store, **_order(config, config.max_length(ranks)))
 
 
 def steps_of_epochs(epochs: float, steps: Sampler) -> int:

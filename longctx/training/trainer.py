@@ -27,7 +27,7 @@ from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_
 from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
 from longctx.training.passes import Passes
 from longctx.training.saved import checkpoint
-from longctx.training.saved.best import KEY
+from longctx.training.saved.run_folder import BEST
 from longctx.training.saved.saving import Saver
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
@@ -207,7 +207,7 @@ class Trainer:
             "data": data,
             "model": self.model.describe(),
             "base": self.base,
-            KEY: self.best,
+            BEST: self.best,
         }
         parts = self.mesh.gather_objects(checkpoint.without_moments(self.model, self.optimizer))
         state[checkpoint.WITHOUT_MOMENTS] = sorted({name for part in parts for name in part})

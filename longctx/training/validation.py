@@ -57,15 +57,12 @@ class Documents:
         if first is not None:
             chosen &= np.cumsum(chosen) <= first
         sampler = Sampler(
-            store.lengths,
+            store,
             global_tokens=1,
             seed=0,
             max_length=max_length,
             long_documents=config.data.long_documents,
-            name=store.name,
-            partly=store.partly_trained,
             left_out=~chosen,
-            has_targets=store.has_targets,
         )
         tokens, multiple = config.batch.global_tokens, padding(config)
         return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long)

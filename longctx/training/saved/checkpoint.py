@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from longctx.checksums import damage, inside, persistent, unsealed
+from longctx.checksums import check_files, damage, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
 from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
@@ -70,6 +70,11 @@ class Checkpoint:
         if group is not None:
             problems = gather_objects(problems[0], group)
         return "; ".join(problem for each in problems for problem in each)
+
+
+def because(damaged: Sequence[str]) -> str:
+    """Returns messages on checkpoints that cannot be used, in brackets; nothing without messages."""
+    return f" ({'; '.join(damaged)})" if damaged else ""
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -145,8 +150,9 @@ def to_continue(run: Path, steps: int) -> tuple[Checkpoint, list[str]]:
     """
     saved, damaged = newest(run)
     if saved is None:
-        why = f" ({'; '.join(damaged)})" if damaged else ""
-        raise CheckpointError(f"--continue is {run}, which has no complete checkpoint{why}: give the folder of a run")
+        raise CheckpointError(
+            f"--continue is {run}, which has no complete checkpoint{because(damaged)}: give the folder of a run"
+        )
     if saved.step >= steps:
         raise CheckpointError(
             f"--continue is {run}, which has done {saved.step} steps, but train.steps is {steps}: it counts the steps of both "
@@ -191,37 +197,24 @@ def _examine(folder: Path) -> Checkpoint | str:
     if folder.suffix == ".partial":
         return "is incomplete (its write was interrupted)"
     try:
-        saved = persistent(lambda: _read_state(folder))
+        return persistent(lambda: _read_state(folder))
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EIO):
             raise
         return f"has no readable {STATE} ({error})"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"is damaged ({error})"
-    return saved
+        return f"is damaged ({STATE}: {error})"
 
 
 def _read_state(folder: Path) -> Checkpoint:
     """Reads `state.json`. Raises ValueError, KeyError, TypeError or AttributeError if something is wrong."""
-    try:
-        state = unsealed(json.loads((folder / STATE).read_text("utf-8")))
-        sizes, checksums = state.pop("files"), state.pop("checksums")
-        if checksums.keys() != sizes.keys():
-            raise ValueError("some of its checksums are missing")
-        if state["step"] != _step(folder):
-            raise ValueError(f"it has step {state['step']}")
-        if not all(isinstance(state.get(key, {}), dict) for key in ("data", "model")):
-            raise ValueError("data and model must be objects")
-        files = {inside(folder, name): size for name, size in sizes.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{STATE}: {error}") from error
-    for file, size in files.items():
-        try:
-            actual = file.stat().st_size
-        except FileNotFoundError:
-            actual = 0
-        if actual != size:
-            raise ValueError(f"{file.name} has {actual:,} bytes instead of {size:,}")
+    state = unsealed(json.loads((folder / STATE).read_text("utf-8")))
+    sizes, checksums = state.pop("files"), state.pop("checksums")
+    if state["step"] != _step(folder):
+        raise ValueError(f"it has step {state['step']}")
+    if not all(isinstance(state.get(key, {}), dict) for key in ("data", "model")):
+        raise ValueError("data and model must be objects")
+    check_files(folder, sizes, checksums)
     return Checkpoint(folder, state, checksums)
 
 
@@ -237,11 +230,13 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     Weight decay, betas and other settings of `optimizer` are kept. Raises CheckpointError.
     """
     weights, optimizer_state = _state(model, optimizer)
-    saved, wanted = SavedWeights(checkpoint.folder).with_moments, _moments(optimizer_state)
-    known = saved | {f"state.{name}" for name in checkpoint.state[WITHOUT_MOMENTS]}
-    if lost := sorted({_parameter(name) for name in wanted} - known):
-        raise CheckpointError(f"{checkpoint.folder} is damaged: it has no moments of {lost[0]}. Move it away {PREVIOUS}")
-    moments = {name: value for name, value in wanted.items() if _parameter(name) in saved}
+    saved = SavedWeights(checkpoint.folder).names
+    moments, new = {}, {f"state.{name}" for name in checkpoint.state[WITHOUT_MOMENTS]}
+    for name, value in _moments(optimizer_state).items():
+        if f"optimizer.{name}" in saved:
+            moments[name] = value
+        elif (parameter := _parameter(name)) not in new:
+            raise CheckpointError(f"{checkpoint.folder} is damaged: it has no moments of {parameter}. Move it away {PREVIOUS}")
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     _load(state, checkpoint.folder, PREVIOUS, group)
     optimizer_state = {**optimizer_state, **state["optimizer"]}
@@ -314,33 +309,22 @@ class SavedWeights:
             raise CheckpointError(f"{folder} is damaged: {error}. Move it away {EARLIER}") from error
 
     @property
-    def with_moments(self) -> set[str]:
-        """Parameters that it has moments of, as `state.NAME`."""
-        names = (name for name in self.names if name.startswith("optimizer."))
-        return {_parameter(name.removeprefix("optimizer.")) for name in names}
-
-    @property
-    def names(self) -> list[str]:
+    def names(self) -> set[str]:
         """Names of all tensors, as `model.NAME` and `optimizer.NAME`."""
-        return [name for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)]
-
-    def without_values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Returns tensors on the meta device with the saved shapes and dtypes."""
-        return {name: self._empty(name, "meta") for name in names}
+        return {name for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns whole tensors on the CPU."""
-        weights = {name: self._empty(name, "cpu") for name in names}
+        weights = {}
+        for name in names:
+            saved = self._saved.get(f"model.{name}")
+            if not isinstance(saved, TensorStorageMetadata):
+                raise CheckpointError(f"{self.folder} has no {name}: it is not a checkpoint of the whole model")
+            weights[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process
             _load({"model": weights}, self.folder, EARLIER, None)
         return weights
-
-    def _empty(self, name: str, device: str) -> torch.Tensor:
-        saved = self._saved.get(f"model.{name}")
-        if not isinstance(saved, TensorStorageMetadata):
-            raise CheckpointError(f"{self.folder} has no {name}: it is not a checkpoint of the whole model")
-        return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -6,8 +6,9 @@ are written file by file. The folder is written as OUT.partial and renamed when 
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +44,6 @@ class ExportError(UserError):
     """Raised if a run cannot be exported, or not to this folder."""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """Result of an export: folder, step, class of transformers, size, and what it says of the length of documents."""
-
-    folder: Path
-    step: int
-    architecture: str
-    bytes: int
-    files: int
-    has_tokenizer: bool
-    length: str = ""
-
-    @property
-    def said(self) -> str:
-        count = "1 file" if self.files == 1 else f"{self.files} files"
-        tokenizer = "" if self.has_tokenizer else ", without a tokenizer (the run folder has none)"
-        size = f"{self.bytes / 1e9:,.3f} GB in {count}"
-        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}{self.length}"
-
-
 def check_place(out: Path, overwrite: bool) -> None:
     """Raises ExportError unless an export may be written to `out`."""
     if not out.exists():
@@ -82,10 +63,10 @@ def export(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     merge: bool = False,
-) -> Exported:
+) -> str:
     """Writes the newest complete checkpoint of a run, or that of `step`, to `out` as a transformers checkpoint.
 
-    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters.
+    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters. Returns what is said.
 
     Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started from, or float32 for new
     weights. Raises ExportError, CheckpointError or NoNativeModel.
@@ -97,39 +78,41 @@ def export(
     saved = SavedWeights(chosen.folder)
     if merge and not isinstance(model, AdaptedModel):
         raise ExportError(f"{run} has no adapters to merge: omit --merge")
+    with _all_or_nothing(out) as partial:
+        if isinstance(model, AdaptedModel) and not merge:
+            if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
+                raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
+            what, size, files = "adapters for peft", _write_adapters(partial, model, saved, kept), 1
+            length = _with_length(partial, model.files.config, _longest(chosen), adapters=True)
+        else:
+            writer = CheckpointWriter(partial, _to_write(model, source, dtype), max_shard_bytes)
+            _refuse_full(partial, writer.total)
+            with returned_when_freed():
+                for group in model.groups():
+                    writer.write(model.to_checkpoint(_read(model, saved, group)))
+            writer.close()
+            size, files = writer.total, len(writer.files)
+            what, length = _write_beside(partial, model, source, chosen, kept, dtype)
+    count = "1 file" if files == 1 else f"{files} files"
+    has_tokenizer = any(out.glob("tokenizer*")) or any(out.glob("vocab.*"))
+    tokenizer = "" if has_tokenizer else ", without a tokenizer (the run folder has none)"
+    return f"step {chosen.step} exported to {out}: {what}, {size / 1e9:,.3f} GB in {count}{tokenizer}{length}"
+
+
+@contextmanager
+def _all_or_nothing(out: Path) -> Iterator[Path]:
+    """Yields the empty folder OUT.partial, which replaces OUT at the end, and is removed after an error."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        if isinstance(model, AdaptedModel) and not merge:
-            if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
-                raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
-            size = _write_adapters(partial, model, saved, kept)
-            length = _with_length(partial, model.files.config, _longest(chosen), adapters=True)
-            _replace(out, partial)
-            return Exported(out, chosen.step, "adapters for peft", size, 1, has_tokenizer(out), length)
-        writer = CheckpointWriter(partial, _to_write(model, saved, source, dtype), max_shard_bytes)
-        _refuse_full(partial, writer.total)
-        with returned_when_freed():
-            for group in model.groups():
-                writer.write(model.to_checkpoint(_read(model, saved, group)))
-        writer.close()
-        architecture, length = _write_beside(partial, model, source, chosen, kept, dtype)
-        _replace(out, partial)
+        yield partial
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Exported(out, chosen.step, architecture, writer.total, len(writer.files), has_tokenizer(out), length)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab.*"))
-
-
-def _replace(out: Path, partial: Path) -> None:
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
 
 
 def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept: Path) -> int:
@@ -149,13 +132,6 @@ def _read(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, 
     return {**saved.read(trained), **{name: model.frozen(name) for name in names if name not in trained}}
 
 
-def _without_values(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    if not isinstance(model, AdaptedModel):
-        return saved.without_values(names)
-    chosen = set(names)
-    return {name: value.to("meta") for name, value in model.state_dict().items() if name in chosen}
-
-
 def _find(run: Path, step: int | None) -> Checkpoint:
     if not run.is_dir():
         raise ExportError(f"run folder {run} not found: give the train.run_dir of a run")
@@ -166,10 +142,9 @@ def _find(run: Path, step: int | None) -> Checkpoint:
     saved, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
     if saved is None:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        why = f" ({'; '.join(damaged)})" if damaged else ""
         steps = ", ".join(map(str, checkpoint.steps(run)))
         way_out = f"steps with complete checkpoints: {steps}" if steps else "set checkpoint.every and train again"
-        raise ExportError(f"{run} has {what}{why}: {way_out}")
+        raise ExportError(f"{run} has {what}{checkpoint.because(damaged)}: {way_out}")
     if problem := saved.damage():
         raise ExportError(f"{saved.folder} is damaged ({problem}): longctx export --step N exports another checkpoint")
     return saved
@@ -216,13 +191,12 @@ def _adapted(described: dict[str, Any]) -> Model:
         return adapted_source(base, lora, "float32").build()
 
 
-def _to_write(
-    model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
+def _to_write(model: Model, source: CheckpointFiles | None, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Returns the tensors of the export without values: in `dtype`, by default as in the checkpoint `source`."""
     tensors: dict[str, torch.Tensor] = {}
+    empty = {name: value.to("meta") for name, value in model.state_dict().items()}
     for group in model.groups():
-        for name, tensor in model.to_checkpoint(_without_values(model, saved, group)).items():
+        for name, tensor in model.to_checkpoint({name: empty[name] for name in group}).items():
             stored = tensor.dtype if source is None else source.dtype_of(name)
             written = dtype if dtype is not None and stored.is_floating_point else stored
             tensors[name] = torch.empty(tensor.shape, dtype=written, device="meta")

@@ -13,7 +13,7 @@ import numpy as np
 
 from longctx import tokenizer_files
 from longctx.data.records.chat import CHATML, TEMPLATE_FILE
-from longctx.data.records.new_tokens import added_tokens
+from longctx.data.records.tokenizer import added_tokens
 from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
 from longctx.data.store.store import Store
 from longctx.hf.source import ModelSource
@@ -25,8 +25,8 @@ SAMPLED = 32
 
 def trained_ends(store: Store) -> list[int]:
     """Returns the special tokens that are the last targets of documents: the end of a turn, or of a text."""
-    special, whole = np.ones(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
-    special[store.tokenizer.ordinary] = False
+    special, whole = np.zeros(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
+    special[[*store.tokenizer.special, store.tokenizer.end_of_document]] = True
     ends: set[int] = set()
     for source in store.sources:
         documents = np.arange(source.documents.start, source.documents.stop)

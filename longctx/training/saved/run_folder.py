@@ -1,21 +1,30 @@
 """Run folder: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and `latest`, a link for people.
 
 It is checked before a run starts. The checkpoint found is that of the last step; `checkpoint.verified` reads it later.
+
+`best`, which is like a run folder, has the checkpoint with the lowest validation loss; its files are links to those of the
+checkpoint, or copies where the file system has no links. The checkpoint itself says which one is the best so far, so that a
+resumed run knows.
 """
 
 import errno
 import fcntl
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from longctx.errors import UserError
 from longctx.training.saved import checkpoint
-from longctx.training.saved.best import FOLDER
-from longctx.training.saved.checkpoint import Checkpoint
+from longctx.training.saved.checkpoint import Checkpoint, because
+from longctx.training.saved.model_folder import model_folder
+
+BEST = "best"
+"""Folder of a run in which the checkpoint with the lowest validation loss is kept, and its key in the state of checkpoints."""
 
 
 class RunFolderError(UserError):
@@ -40,19 +49,18 @@ def open_run_folder(
     if step is not None and saved is not None:
         saved, damaged = checkpoint.of_step(folder, step)
         if saved is None:
-            why = f" ({'; '.join(damaged)})" if damaged else ""
             steps = ", ".join(map(str, checkpoint.steps(folder)))
             raise RunFolderError(
-                f"--resume is {step}, but {folder} has no complete checkpoint of that step{why}: it has those of steps {steps}"
+                f"--resume is {step}, but {folder} has no complete checkpoint of that step{because(damaged)}: it has those of "
+                f"steps {steps}"
             )
     if resume and saved is None and not or_begin:
-        why = f" ({'; '.join(damaged)})" if damaged else ""
         raise RunFolderError(
-            f"nothing to resume from: {folder} has no complete checkpoint{why}. Start without --resume, or with --resume-if-any"
+            f"nothing to resume from: {folder} has no complete checkpoint{because(damaged)}. Start without --resume, or with "
+            "--resume-if-any"
         )
     if or_begin and saved is None and checkpoint.was_saved(folder):
-        why = f" ({'; '.join(damaged)})" if damaged else ""
-        raise RunFolderError(f"no checkpoint of {folder} can be used{why}. {checkpoint.START_ANEW}")
+        raise RunFolderError(f"no checkpoint of {folder} can be used{because(damaged)}. {checkpoint.START_ANEW}")
     if not resume and saved is not None:
         raise RunFolderError(
             f"run folder {folder} contains a run with a checkpoint at step {saved.step}: add --resume to continue it, or "
@@ -109,7 +117,7 @@ def set_aside(run: Path, saved: Checkpoint) -> list[str]:
     The run, which goes on after `saved`, would take them for its own.
     """
     later = checkpoint.after(saved)
-    best = [run / FOLDER] * any(step > saved.step for step in checkpoint.steps(run / FOLDER))
+    best = [run / BEST] * any(step > saved.step for step in checkpoint.steps(run / BEST))
     if not later and not best:
         return []
     number = next(number for number in itertools.count(1) if not (run / f"set-aside-{number}").exists())
@@ -119,10 +127,48 @@ def set_aside(run: Path, saved: Checkpoint) -> list[str]:
     for each in later:
         each.rename(folder / "checkpoints" / each.name)
     for each in best:
-        each.rename(folder / FOLDER)
+        each.rename(folder / BEST)
     if (run / "metrics.jsonl").is_file():
         shutil.copy2(run / "metrics.jsonl", folder)
     names = ", ".join(each.name for each in (*later, *best))
     said = f"resumed from step {saved.step}: later checkpoints ({names}) were moved to {folder}"
     (folder / "NOTE.txt").write_text(f"{said}, with the metrics until then\n", "utf-8")
     return [said]
+
+
+def restore_best(saved: Checkpoint) -> dict[str, Any] | None:
+    """Returns step and loss of the best checkpoint when one was saved, None if it is no longer there. Only one rank calls it.
+
+    Keeps it again if it is not the one that is kept: the run was killed in between, or went back to an earlier step.
+    """
+    best: dict[str, Any] | None = saved.state.get(BEST)
+    if best is None or best["step"] in checkpoint.steps(saved.run / BEST):
+        return best
+    if best["step"] not in checkpoint.steps(saved.run):
+        return None
+    keep_best(saved.run, checkpoint.folder_of(saved.run, best["step"]))
+    return best
+
+
+def keep_best(run: Path, final: Path) -> None:
+    """Makes the published checkpoint in the folder `final` the best one of the run."""
+    best, made = run / BEST, run / f"{BEST}.partial"
+    shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(final, made / final.relative_to(run), copy_function=_link)
+    if (run / "config.yaml").is_file():
+        shutil.copy2(run / "config.yaml", made)
+    if model_folder(run).is_dir():
+        shutil.copytree(model_folder(run), model_folder(made))
+    replaced = run / f"{BEST}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if best.exists():
+        best.rename(replaced)
+    made.rename(best)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

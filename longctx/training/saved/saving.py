@@ -9,8 +9,9 @@ import json
 import os
 import shutil
 import sys
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +30,14 @@ from longctx.checksums import sealed
 from longctx.parallel.device import rounds_pinned
 from longctx.parallel.host_memory import free_bytes, pinned_bytes
 from longctx.parallel.mesh import gather_objects
-from longctx.training.saved.best import KEY, keep_best
 from longctx.training.saved.checkpoint import STATE, complete, folder_of, link_latest, tensors_of
 from longctx.training.saved.checkpoint_io import CheckpointError, SummingFiles, cause
+from longctx.training.saved.run_folder import BEST, keep_best
 from longctx.units import format_bytes
 
 
 class NotWritten(CheckpointError):
     """Raised on every rank if a checkpoint cannot be written. Earlier ones are intact."""
-
-
-@dataclass
-class _Begun:
-    """A checkpoint that is being written; `state` is plain JSON data with the key `step`."""
-
-    final: Path
-    state: dict[str, Any]
-    writer: "_Writer"
-    publishing: bool = False
-    publication: futures.Future[None] | None = None
-    """On rank 0, once all ranks have written."""
-
-    @property
-    def partial(self) -> Path:
-        return self.final.with_suffix(".partial")
 
 
 class Saver:
@@ -67,22 +52,14 @@ class Saver:
     ) -> None:
         self.run, self.group, self.keep, self.beside, self.local_ranks = run, group, keep, beside, local_ranks
         self.copies: _Copies | None = None
-        self._begun: _Begun | None = None
+        self._stages: Iterator[futures.Future[Any]] | None = None
+        self._task: futures.Future[Any] | None = None
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
 
     @property
     def written(self) -> bool:
         """Whether `advance` need not wait for this rank."""
-        if self._begun is None:
-            return True
-        task = self._begun.publication if self._begun.publishing else self._begun.writer.task
-        return task is None or task.done()
-
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
-        """Writes a checkpoint and returns its folder, to which `latest` in `run` then links. Collective. Raises NotWritten."""
-        final = self.start(model, optimizer, state)
-        self.finish()
-        return final
+        return self._task is None or self._task.done()
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
         """Begins to write a checkpoint of this moment, after the end of one begun before. Returns its folder to be.
@@ -91,21 +68,23 @@ class Saver:
         """
         self.finish()
         final = folder_of(self.run, state["step"])
-        begun = _Begun(final, state, _Writer(final.with_suffix(".partial"), self))
+        partial = final.with_suffix(".partial")
+        writer = _Writer(partial, self)
         if self._first:
-            shutil.rmtree(begun.partial, ignore_errors=True)
-            begun.partial.mkdir(parents=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
         dist.barrier(self.group)
         try:
-            save_sharded(tensors_of(model, optimizer), storage_writer=begun.writer, process_group=self.group)
+            save_sharded(tensors_of(model, optimizer), storage_writer=writer, process_group=self.group)
         except (CheckpointException, OSError) as error:
-            raise self._failed(begun, cause(error)) from error
-        self._begun = begun
+            raise self._failed(partial, cause(error)) from error
+        self._stages = self._write(final, state, writer)
+        self._task = next(self._stages)
         return final
 
     def finish(self) -> None:
-        """Waits until the checkpoint begun last, if any, is published. Collective. Raises NotWritten."""
-        while self._begun is not None:
+        """Waits until the checkpoint begun last, if any, is published as `latest` in `run`. Collective. Raises NotWritten."""
+        while self._stages is not None:
             self.advance()
 
     def advance(self) -> None:
@@ -113,43 +92,48 @@ class Saver:
 
         Collective. Raises NotWritten.
         """
-        begun = self._begun
-        if begun is None:
-            return
-        if begun.publishing:
-            trouble = "" if begun.publication is None else _said(begun.publication, begun.partial.parent)
-            problems, self._begun = gather_objects(trouble, self.group), None
-        else:
-            writer, trouble = begun.writer, _said(begun.writer.task, begun.partial)
-            parts = gather_objects((trouble, [] if trouble else writer.task.result(), writer.checksums), self.group)
-            problems, begun.publishing = [trouble for trouble, _, _ in parts], True
-            if self._first and not any(problems):
-                results, sums = [results for _, results, _ in parts], [sums for _, _, sums in parts]
-                begun.publication = self._thread.submit(self._publish, begun, results, sums)
-        problem = next((f"rank {rank}: {trouble}" for rank, trouble in enumerate(problems) if trouble), "")
-        if problem:
-            self._begun = None
-            raise self._failed(begun, problem)
+        if self._stages is not None:
+            stages, self._stages, self._task = self._stages, None, None  # an error ends it
+            self._task = next(stages, None)
+            self._stages = None if self._task is None else stages
 
-    def _publish(self, begun: _Begun, results: list[list[WriteResult]], checksums: list[dict[str, str]]) -> None:
-        begun.writer.describe(results)
-        every = {name: sums for written in (*checksums, begun.writer.checksums) for name, sums in written.items()}
-        publish(self.run, begun.final, begun.state, every)
-        if (begun.state.get(KEY) or {}).get("step") == begun.state["step"]:
-            keep_best(self.run, begun.final)
-        prune(self.run, self.keep, begun.final)
+    def _write(self, final: Path, state: dict[str, Any], writer: "_Writer") -> Iterator[futures.Future[Any]]:
+        """Yields the tasks of this rank that write a checkpoint. All ranks go on together after each. Raises NotWritten."""
+        partial = final.with_suffix(".partial")
+        yield writer.task
+        trouble = _said(writer.task, partial)
+        parts = gather_objects((trouble, [] if trouble else writer.task.result(), writer.checksums), self.group)
+        self._require(partial, [trouble for trouble, _, _ in parts])
+        publication = self._thread.submit(self._publish, final, state, writer, parts)
+        yield publication
+        self._require(partial, gather_objects(_said(publication, partial.parent), self.group))
+
+    def _publish(self, final: Path, state: dict[str, Any], writer: "_Writer", parts: Sequence[tuple[Any, ...]]) -> None:
+        """Makes the written files the newest checkpoint; rank 0 does it for all."""
+        if not self._first:
+            return
+        writer.describe([results for _, results, _ in parts])
+        every = dict(ChainMap(writer.checksums, *(checksums for _, _, checksums in parts)))
+        publish(self.run, final, state, every)
+        if (state.get(BEST) or {}).get("step") == state["step"]:
+            keep_best(self.run, final)
+        prune(self.run, self.keep, final)
 
     @property
     def _first(self) -> bool:
         return dist.get_rank(self.group) == 0
 
-    def _failed(self, begun: _Begun, problem: str) -> NotWritten:
+    def _require(self, partial: Path, problems: Sequence[str]) -> None:
+        """Raises NotWritten if a rank has a problem."""
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise self._failed(partial, f"rank {rank}: {problem}")
+
+    def _failed(self, partial: Path, problem: str) -> NotWritten:
         if self._first:
-            shutil.rmtree(begun.partial, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
         way_out = "free disk space" if "No space left" in problem else "mend that"
-        return NotWritten(
-            f"could not write {begun.partial}: {problem}. Earlier checkpoints are intact: {way_out}, then --resume"
-        )
+        return NotWritten(f"could not write {partial}: {problem}. Earlier checkpoints are intact: {way_out}, then --resume")
 
 
 class _Writer(FileSystemWriter):
