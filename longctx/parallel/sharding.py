@@ -5,6 +5,7 @@ within each replica, for example a node; if the second axis has one rank, every 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,21 +16,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from longctx.model.experts import Experts
 from longctx.model.protocol import Model
 from longctx.parallel.expert import describe_as_split, shard_experts, sparse_layers
+from longctx.parallel.mesh import Mesh
 
 
 def shard(
     model: Model,
-    weights: DeviceMesh,
-    copies: DeviceMesh,
+    mesh: Mesh,
     dtype: torch.dtype,
-    reshard_after: str = "block",
-    stages: Sequence[nn.Module] | None = None,
-    offload_optimizer: bool = False,
-    experts: DeviceMesh | None = None,
+    reshard_after: str,
+    stages: Sequence[nn.Module] | None,
+    offload_optimizer: bool,
 ) -> None:
-    """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
-
-    `copies` is the mesh of tensor parallelism followed by `weights`, `experts` that of experts which are split over ranks.
+    """Shards every block and the rest of the model, or of each of its pipeline `stages`, over `mesh.weights`, in place.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. (Gradients of
     norms are summed over tensor ranks in `dtype` if the backward that computes them also reduces them.) Inputs of blocks are
@@ -40,19 +38,23 @@ def shard(
     """
     offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    again = reshard_after == "block"
+    options: dict[str, Any] = {
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "reshard_after_forward": reshard_after == "block",
+    }
     for block in model.layers:
-        if experts is not None:
+        if mesh.experts is not None:
             for layer in sparse_layers(block):
-                shard_experts(layer, experts, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
-        fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+                shard_experts(layer, mesh.experts, **options)
+        fully_shard(block, mesh=mesh.weights, **options)
         whole, *parts = sharded_modules(block)
         if parts:
             whole.set_modules_to_forward_prefetch(parts)  # else only once tokens have travelled
     for block in model.tower:
-        fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+        fully_shard(block, mesh=mesh.weights, **options)
     for root in [model] if stages is None else stages:
-        fully_shard(root, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(root, mesh=mesh.weights, **{**options, "reshard_after_forward": False})
         for module in sharded_modules(root):
             # A plain sum on gloo and NCCL needs both calls, and neither is recursive.
             module.set_gradient_divide_factor(1.0)
@@ -60,9 +62,9 @@ def shard(
         if stages is not None and reshard_after == "block":
             # Torch's pipelines pass False before every backward, after which all blocks of a stage would stay gathered.
             vars(root)["set_reshard_after_backward"] = lambda reshard: None
-        if experts is not None:
-            describe_as_split(root, experts)
-        _describe_as_split(root, copies)
+        if mesh.experts is not None:
+            describe_as_split(root, mesh.experts)
+        _describe_as_split(root, mesh.copies)
 
 
 @torch.no_grad()

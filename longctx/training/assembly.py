@@ -3,9 +3,6 @@
 import sys
 from pathlib import Path
 
-from longctx.config import Config
-from longctx.data.store.store import Store
-from longctx.hf.source import ModelSource
 from longctx.model.protocol import Model, differences_but_rope
 from longctx.parallel.mesh import Mesh
 from longctx.training.build import computed_by
@@ -49,7 +46,7 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
             print(f"longctx train: {sentence}", file=sys.stderr)
     kept = restore_best(resumed) if resumed is not None and config.checkpoint.best and mesh.world_rank == 0 else None
     best = mesh.gather_objects(kept)[0]
-    log = begin_folder(config, run.source, mesh, run.data.store, run.checkpoint, run.changes) if mesh.world_rank == 0 else None
+    log = begin_folder(run, mesh) if mesh.world_rank == 0 else None
     traced, folder = run.traced, config.train.run_dir / "traces"
     return Trainer(
         config,
@@ -85,20 +82,11 @@ def check_weights(saved: Checkpoint, model: Model, base: dict[str, str] | None, 
         )
 
 
-def begin_folder(
-    config: Config, source: ModelSource, mesh: Mesh, store: Store, saved: Checkpoint | None, changes: str = ""
-) -> MetricsLog:
+def begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
     """Writes settings and model files of a run into its folder, and opens its log."""
-    keep_model_files(config.train.run_dir, source, store)
-    computed = computed_by(config, source.spec, mesh.device.type)
-    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {changes}\n" if changes else "")
-    (config.train.run_dir / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
-    return MetricsLog(
-        config.train.run_dir,
-        after_step=0 if saved is None else saved.step,
-        tensorboard=config.log.tensorboard,
-        every=config.log.every,
-        last_step=config.train.steps,
-        wandb=config.log.wandb,
-        settings=config.model_dump(mode="json"),
-    )
+    config, folder = run.config, run.config.train.run_dir
+    keep_model_files(folder, run.source, run.data.store)
+    computed = computed_by(config, run.source.spec, mesh.device.type)
+    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {run.changes}\n" if run.changes else "")
+    (folder / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
+    return MetricsLog(config, after_step=0 if run.checkpoint is None else run.checkpoint.step)

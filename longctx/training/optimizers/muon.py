@@ -143,22 +143,19 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
     return not any(place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
 
 
-def begin_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns the first row, of all matrices one below the other, and the first column of this rank's part of a parameter."""
-    offset: Sequence[int] = [0] * parameter.dim()
-    if isinstance(parameter, DTensor):
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0] * parameter.shape[1:-1].numel(), offset[-1] if parameter.dim() > 1 else 0
-
-
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a parameter, or of a tensor like it, as [rows of all its matrices, columns]."""
     return local_part(tensor).flatten(0, -2)
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int, int, int, bool]:
-    """Returns the first row and column, rows and columns of this rank's part of a parameter; whether it is the first copy."""
-    return *begin_of(parameter), *_rows(parameter).shape, is_first_copy(parameter)
+    """Returns the first row, of all matrices one below the other, first column, rows and columns of this rank's part of a
+    parameter; whether it is the first copy."""
+    offset: Sequence[int] = [0] * parameter.dim()
+    if isinstance(parameter, DTensor):
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    first_row = offset[0] * parameter.shape[1:-1].numel()
+    return first_row, offset[-1], *_rows(parameter).shape, is_first_copy(parameter)
 
 
 def _matrices(stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tuple[int, int, int, int, bool]]]) -> list[Matrix]:
