@@ -313,7 +313,7 @@ def test_memory_counts_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     ours = alone(tmp_path, "llava")
     dynamic_context_parallel(ours, profile=PROFILE)
-    assert seen[0].spec.tower_parameters == sum(weight.numel() for weight in weights_of_images(ours.model)) > 0
+    assert seen[0].tower_parameters == sum(weight.numel() for weight in weights_of_images(ours.model)) > 0
     restore(ours)
 
 
