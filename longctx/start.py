@@ -56,9 +56,7 @@ def train(
     Raises UserError for everything that is wrong before the processes join.
     """
     check(config, world_size=Launch.read().world_size)
-    beginning = resume or step is not None, step, resume_if_any, continued
-    _check_options(config, *beginning)
-    run = replace(_prepare(config, *beginning), traced=trace_steps)
+    run = _prepare(config, resume or step is not None, step, resume_if_any, continued, trace_steps)
     config, rank, peers = run.config, run.launch.rank, None
     stop = StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():
@@ -88,12 +86,21 @@ def train(
     return 0 if finished else 128 + stop.number
 
 
-def _prepare(config: Config, resume: bool, step: int | None, or_begin: bool, continued: Path | None) -> Run:
+def _prepare(
+    config: Config, resume: bool, step: int | None, or_begin: bool, continued: Path | None, traced: range | None
+) -> Run:
     """Opens everything that a run needs, and checks everything that can be checked before the processes join.
 
     Rank 0 prints notes on settings without effect, and on damaged checkpoints. See `train`. Raises UserError.
     """
-    run = Run.open(config)
+    if step is not None and or_begin:
+        raise UserError(f"--resume is {step}, but --resume-if-any takes the newest checkpoint: omit one of the two")
+    if continued is not None and resume:
+        raise UserError(f"--continue is {continued}, but --resume continues the run itself: omit one, or use --resume-if-any")
+    if continued is not None and config.train.epochs is not None:
+        rule = "the steps of both runs are counted: set train.steps instead"
+        raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
+    run = Run.open(config, returns=step is not None, traced=traced)
     config = run.config
     raise_together([*checks_before_joining(run), partial(check_memory, run)])
     saved, notes = open_run_folder(
@@ -107,20 +114,9 @@ def _prepare(config: Config, resume: bool, step: int | None, or_begin: bool, con
     if saved is None and continued is not None:
         saved, damaged = checkpoint.to_continue(continued, config.train.steps)
         notes += damaged
-    run = replace(run, checkpoint=saved, returns=step is not None)
+    run = replace(run, checkpoint=saved)
     _print_on_rank_0(run, [*notes, *check_beginning(run), *notes_on(config, run.device)])
     return run
-
-
-def _check_options(config: Config, resume: bool, step: int | None, or_begin: bool, continued: Path | None) -> None:
-    """Raises UserError for options of `train` that contradict each other."""
-    if step is not None and or_begin:
-        raise UserError(f"--resume is {step}, but --resume-if-any takes the newest checkpoint: omit one of the two")
-    if continued is not None and resume:
-        raise UserError(f"--continue is {continued}, but --resume continues the run itself: omit one, or use --resume-if-any")
-    if continued is not None and config.train.epochs is not None:
-        rule = "the steps of both runs are counted: set train.steps instead"
-        raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
 
 
 def _print_on_rank_0(run: Run, sentences: Iterable[str]) -> None:
