@@ -16,7 +16,7 @@ from longctx.parallel.mesh import exchange_groups
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.agreement import check_same, drawing_together, evaluating_together, on_all_ranks
+from longctx.trainers.agreement import agreeing_on_errors, check_same, drawing_together, evaluating_together
 from longctx.trainers.budget import Workload
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
@@ -71,14 +71,14 @@ def dynamic_context_parallel(
     args = trainer.args
     given = {"tokens_per_rank": tokens_per_rank, "profile": profile, "mode": mode, "degree": degree, "kernel": kernel}
     check_same(args.world_size, **given, merge_prefixes=merge_prefixes, own_loss_is_a_token_sum=own_loss_is_a_token_sum)
-    with on_all_ranks(args.world_size):
+    with agreeing_on_errors(args.world_size):
         traits = Traits(trainer, own_loss_is_a_token_sum)
         refuse(traits, REPLACED)
         check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
         workload = Workload.of(traits, profile)
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
-        with on_all_ranks(args.world_size):
+        with agreeing_on_errors(args.world_size):
             chunked = ChunkedLoss.of(traits)
             most = tokens_per_rank or workload.tokens_that_fit(groups[1], chunks=chunked is not None)
             notes = [*_prepare_kernels(traits, workload.spec, kernel), *notes_on_data(traits, most * args.world_size)]
