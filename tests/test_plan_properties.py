@@ -131,13 +131,13 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
     sizes = np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"]
     sources = tuple(length // 4 for length in request["lengths"])
     step = Step(profile, *sizes, pipeline=pipeline, encoding=encoding, sources=sources, parts=parts)
-    agreeing_on_errors = 0
+    on_all_ranks = 0
     for degree in range(1, step.places + 1):
         found = pack_static(step, degree)
         if found is not None:
             bounds = degree_bounds_ns(step, degree)
-            agreeing_on_errors = max(agreeing_on_errors, bounds[0])
-            assert max(agreeing_on_errors, bounds[1]) <= found.makespan_ns
+            on_all_ranks = max(on_all_ranks, bounds[0])
+            assert max(on_all_ranks, bounds[1]) <= found.makespan_ns
             again = pack_static(step, degree, below=found.makespan_ns + 1)
             assert again is not None and again.makespan_ns == found.makespan_ns
 

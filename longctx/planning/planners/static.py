@@ -38,8 +38,8 @@ def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | N
     for degree in degrees:
         if degree * step.tokens_per_rank < int(step.lengths.max()):
             continue
-        agreeing_on_errors, on_groups = degree_bounds_ns(step, degree)
-        if agreeing_on_errors >= below:
+        on_all_ranks, on_groups = degree_bounds_ns(step, degree)
+        if on_all_ranks >= below:
             break
         bounds.append((on_groups, degree))
     best: Candidate | None = None
@@ -108,8 +108,8 @@ def degree_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
         without_bubble = fixed_ns(profile, micro_batches) + work
         return without_bubble + bubble_bound_ns(profile, step.pipeline, without_bubble, micro_batches, len(lengths))
 
-    agreeing_on_errors = (work * degree + step.encoding.whole_ns) // ranks
-    return bound(ranks, agreeing_on_errors), bound(groups * degree, (work + images) // groups)
+    on_all_ranks = (work * degree + step.encoding.whole_ns) // ranks
+    return bound(ranks, on_all_ranks), bound(groups * degree, (work + images) // groups)
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
