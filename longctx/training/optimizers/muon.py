@@ -70,7 +70,7 @@ class Muon(torch.optim.AdamW):
             self.rank, mine = ranks.rank(), shards[0]
             shards = [[] for _ in range(ranks.size())]
             dist.all_gather_object(shards, mine, group=ranks)
-        self.rounds = _rounds(_matrices(matrices, shards), len(shards))
+        self.turns = _turns(_matrices(matrices, shards), len(shards))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects its moments of every parameter
@@ -80,7 +80,7 @@ class Muon(torch.optim.AdamW):
         """Updates all parameters, and removes the gradients of matrices. Collective."""
         group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         directions = [self._direction(parameter, group_of[parameter]["momentum"]) for parameter in self.matrices]
-        for owned in self.rounds:
+        for owned in self.turns:
             for matrix, part, update in self._updates(owned, directions):
                 parameter = self.matrices[matrix.parameter]
                 group, weight = group_of[parameter], _rows(parameter)[part.in_shard]
@@ -106,7 +106,7 @@ class Muon(torch.optim.AdamW):
     def _updates(
         self, owned: Sequence[Sequence[Matrix]], directions: Sequence[torch.Tensor]
     ) -> Iterable[tuple[Matrix, Part, torch.Tensor]]:
-        """Returns this rank's parts of the updates of the matrices that each rank has `owned` in a round. Collective."""
+        """Returns this rank's parts of the updates of the matrices that each rank has `owned` in a turn. Collective."""
         mine, here = owned[self.rank], [_parts(matrices, self.rank) for matrices in owned]
         leaving = [[directions[matrix.parameter][part.in_shard] for matrix, part in parts if part.sent] for parts in here]
         there = [_parts(mine, rank) for rank in range(len(owned))]
@@ -176,18 +176,18 @@ def _matrices(stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tup
     return matrices
 
 
-def _rounds(matrices: Sequence[Matrix], ranks: int) -> list[list[list[Matrix]]]:
-    """Assigns each matrix to an owner, and to a round in which its owner gathers it: [rounds][ranks][matrices]."""
+def _turns(matrices: Sequence[Matrix], ranks: int) -> list[list[list[Matrix]]]:
+    """Assigns each matrix to an owner, and to a turn in which its owner gathers it: [turns][ranks][matrices]."""
     work, held = [0] * ranks, [0] * ranks
-    rounds: list[list[list[Matrix]]] = []
+    turns: list[list[list[Matrix]]] = []
     for matrix in sorted(matrices, key=lambda matrix: -orthogonalisation(matrix.shape)):
         owner = min(matrix.parts, key=lambda rank: (work[rank], rank))
-        while len(rounds) <= held[owner] // AT_ONCE:
-            rounds.append([[] for _ in range(ranks)])
-        rounds[held[owner] // AT_ONCE][owner].append(matrix)
+        while len(turns) <= held[owner] // AT_ONCE:
+            turns.append([[] for _ in range(ranks)])
+        turns[held[owner] // AT_ONCE][owner].append(matrix)
         work[owner] += orthogonalisation(matrix.shape)
         held[owner] += matrix.shape[0] * matrix.shape[1]
-    return rounds
+    return turns
 
 
 def _parts(matrices: Iterable[Matrix], rank: int) -> list[tuple[Matrix, Part]]:
