@@ -307,7 +307,7 @@ def node_of_rank(sizes: list[int], settings: list[str]) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         launched(patch, sum(sizes), sizes[dist.get_rank()])
         found = run_profile(load(None, settings), sum(sizes), 128256)
-    return found.profile.ranks_per_node, found.agreed(make_groups(torch.device("cpu"), timeout_s=30)).ranks_per_node
+    return found.profile.ranks_per_node, found.agreed(make_groups(torch.device("cpu"), timeout_s=30).control).ranks_per_node
 
 
 @pytest.mark.slow

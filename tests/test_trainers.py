@@ -502,7 +502,7 @@ def test_one_rank_prints_an_error_and_all_end(
 
 
 def test_arguments_that_one_rank_cannot_use_end_all(workers: Workers, tmp_path: Path) -> None:
-    """A profile that is missing on one machine, and other arguments on one."""
+    """A profile that is missing on one machine, or another one there, and other arguments on one."""
     for rank in range(2):
         (tmp_path / f"of-rank-{rank}").mkdir()
     (tmp_path / "of-rank-0" / "mine.yaml").write_text((PROFILES / "cpu-2core.yaml").read_text())
@@ -510,6 +510,9 @@ def test_arguments_that_one_rank_cannot_use_end_all(workers: Workers, tmp_path: 
         errors_printed, 2, tmp_path, [False, False], 64, *[{"profile": "mine.yaml", "tokens_per_rank": None}] * 2
     )
     assert printed[0] == "" and re.match("error: .*mine.yaml", printed[1]), printed
+    (tmp_path / "of-rank-1" / "mine.yaml").write_text((PROFILES / "h100-pcie.yaml").read_text())
+    printed = workers.run(errors_printed, 2, tmp_path, [False, False], 64, *[{"profile": "mine.yaml"}] * 2)
+    assert printed[1] == "" and re.match("error: ranks have different profiles", printed[0]), printed
     printed = workers.run(errors_printed, 2, tmp_path, [False, False], 64, {"mode": "static"}, {"mode": "auto"})
     assert printed == ["error: mode is 'auto' on one rank and 'static' on another: give all ranks the same", ""]
 

@@ -74,6 +74,12 @@ class Workload:
             tower = TowerSpeed(spec.tower, spec.tower_backward, named.profile.linear_s_per_token / operations)
         return cls(traits, spec, config, named, tower)
 
+    def agreed(self, group: dist.ProcessGroup | None) -> "Workload":
+        """Returns the same with the profile that the ranks of `group` agree on, as on nodes of different sizes. Collective."""
+        if group is None:
+            return self
+        return replace(self, named=replace(self.named, profile=self.named.agreed(group)))
+
     def tokens_that_fit(self, group: dist.ProcessGroup | None, *, chunks: bool) -> int:
         """Returns the largest `tokens_per_rank` that the memory of the fullest rank of `group` holds by estimate. Collective.
 

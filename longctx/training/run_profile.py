@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.attention.linear import fused
@@ -17,7 +18,7 @@ from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
-from longctx.parallel.mesh import Mesh
+from longctx.parallel.mesh import gather_objects
 from longctx.planning.cost.scaling import arithmetic_said, scale
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
@@ -115,19 +116,19 @@ class RunProfile:
     profile: HardwareProfile
     lines: tuple[str, ...]
 
-    def agreed(self, mesh: Mesh) -> HardwareProfile:
+    def agreed(self, group: dist.ProcessGroup) -> HardwareProfile:
         """Returns the profile; on nodes with different numbers of ranks, with the largest number that divides all of them.
 
-        Collective: raises ProfilesDiffer on every rank unless all ranks have the same profile.
+        Collective in a gloo group of all ranks: raises ProfilesDiffer on every rank unless all have the same profile.
         """
-        gathered = mesh.gather_objects((self.name, self.profile))
+        gathered = gather_objects((self.name, self.profile), group)
         node = math.gcd(*(profile.ranks_per_node for _, profile in gathered))
         gathered = [(name, replace(profile, ranks_per_node=node)) for name, profile in gathered]
         others = [rank for rank, (_, profile) in enumerate(gathered) if profile != gathered[0][1]]
         if others:
             raise ProfilesDiffer(
                 f"ranks have different profiles: rank 0 has {gathered[0][0]}, ranks {others} have {gathered[others[0]][0]}, or "
-                "another file of that name: set context.profile, and use the same file on all nodes"
+                "another file of that name: set context.profile (profile inside a trainer), and use the same file on all nodes"
             )
         return replace(self.profile, ranks_per_node=node)
 
