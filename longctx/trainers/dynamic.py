@@ -79,8 +79,7 @@ def dynamic_context_parallel(
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
         with agreeing_on_errors(args.world_size):
-            workload = workload.agreed(groups[1])
-            chunked = ChunkedLoss.of(traits)
+            workload, chunked = workload.agreed(groups[1]), ChunkedLoss.of(traits)
             most = tokens_per_rank or workload.tokens_that_fit(groups[1], chunks=chunked is not None)
             notes = [*_prepare_kernels(traits, workload.spec, kernel), *notes_on_data(traits, most * args.world_size)]
             way = workload.named.profile, most, mode, degree, kernel, args.device, *groups
