@@ -20,7 +20,7 @@ from longctx.attention.exchange import ExchangeError, warm_up
 from longctx.attention.masks import Mask
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
-from longctx.attention.ring_schedule import Schedule
+from longctx.attention.ring_schedule import RingSchedule
 from longctx.attention.ulysses import OPERATORS, HybridAttention, packed_attention
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "Mask",
     "PackedAttention",
     "RingAttention",
-    "Schedule",
+    "RingSchedule",
     "by_layer",
     "packed_attention",
     "reference_attention",

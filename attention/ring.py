@@ -23,7 +23,7 @@ from longctx.attention.expansion import Compressed
 from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
 from longctx.attention.masks import CAUSAL, EVERYTHING, Mask
 from longctx.attention.ring_pass import NO_LAYER
-from longctx.attention.ring_schedule import Schedule
+from longctx.attention.ring_schedule import RingSchedule
 from longctx.planning.layout import CrossLayout, Layout
 
 
@@ -125,7 +125,7 @@ class RingAttention(CheckedAttention):
                 f"mask is {mask}, but the tokens of a target see all tokens of its source: give mask=Mask(causal=False)"
             )
         super().__init__(layout, group, device)
-        self.schedule = Schedule.build(layout, device, mask, ranks_per_node)
+        self.schedule = RingSchedule.build(layout, device, mask, ranks_per_node)
         self.exchanges = bool(self.schedule.rounds)  # a plain truth value, so that torch.compile does not trace the schedule
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv

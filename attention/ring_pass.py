@@ -12,7 +12,7 @@ from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Expanding
 from longctx.attention.kernels import Kernel, Options, choose_kernel
 from longctx.attention.kernels.contract import request_of
-from longctx.attention.ring_schedule import ExchangeRound, Hop, Schedule
+from longctx.attention.ring_schedule import ExchangeRound, Hop, RingSchedule
 from longctx.attention.segment_builder import Call, RowSet
 from longctx.attention.segments import Segments
 
@@ -22,7 +22,7 @@ NO_LAYER = -1
 class Ring(Protocol):
     """The attributes of `RingAttention` that its passes use."""
 
-    schedule: Schedule
+    schedule: RingSchedule
     exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
     watch: Callable[[str], AbstractContextManager[object]]
     group: dist.ProcessGroup | None

@@ -73,7 +73,7 @@ class ExchangeRound:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RingSchedule:
     """All calls and messages of a rank in one micro-batch: calls on `local` keys, then the rounds."""
 
     layout: Layout | CrossLayout
@@ -103,7 +103,7 @@ class Schedule:
         device: torch.device | str = "cpu",
         mask: Mask = CAUSAL,
         ranks_per_node: int | None = None,
-    ) -> "Schedule":
+    ) -> "RingSchedule":
         """Builds the schedule of a layout. Index tensors are on `device`.
 
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two levels.

@@ -28,7 +28,7 @@ from longctx.attention.kernels.contract import KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_library import Library, Sequences
 from longctx.attention.ring import RingAttention
-from longctx.attention.ring_schedule import Schedule
+from longctx.attention.ring_schedule import RingSchedule
 from longctx.hf.attention import Rings, prepare
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
@@ -95,7 +95,7 @@ def schedules() -> dict[str, list[float]]:
     found = {}
     for documents in (8, 32, 256):
         layout = Layout.of([Placement(i, 0, 1) for i in range(documents)], [TOKENS] * documents, 0, 0)
-        times = [median_s(lambda layout=layout: Schedule.build(layout), 15) * 1e6 for _ in range(ROUNDS)]
+        times = [median_s(lambda layout=layout: RingSchedule.build(layout), 15) * 1e6 for _ in range(ROUNDS)]
         found[f"schedule of {documents} documents"] = times
     return found
 

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from longctx.attention.ring_schedule import Schedule
+from longctx.attention.ring_schedule import RingSchedule
 from longctx.planning.layout import Layout, Placement
 from longctx.plots.colours import INK, QUIET, STYLE
 
@@ -25,10 +25,10 @@ COLOURS = ("#3b96de", "#f5b32c", "#a22162", "#4a9b6e")
 Shown = dict[str, Any]
 
 
-def schedule(ranks: int, rank: int, rounds: int, ranks_per_node: int | None = None) -> Schedule:
+def schedule(ranks: int, rank: int, rounds: int, ranks_per_node: int | None = None) -> RingSchedule:
     """Returns the schedule of a rank for one document over all ranks."""
     layout = Layout.of([Placement(0, 0, ranks, rounds=rounds)], [16 * ranks], 0, rank)
-    return Schedule.build(layout, ranks_per_node=ranks_per_node)
+    return RingSchedule.build(layout, ranks_per_node=ranks_per_node)
 
 
 def chunks() -> Shown:

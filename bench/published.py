@@ -20,8 +20,7 @@ from bench.recipes import ROOT, replaced, stand_in
 from longctx.comparison.baselines import plan_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
-from longctx.memory.fitting import heaviest
-from longctx.memory.model import estimate
+from longctx.memory.fitting import RunMemory
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
@@ -84,7 +83,7 @@ def planned(config: Config, gpus: int, lengths: Sequence[int], vocabulary: int |
 
 def gib_of(config: Config, gpus: int, vocabulary: int) -> float:
     spec = config.model_source(vocabulary).spec
-    return estimate(spec, config, gpus, heaviest(config, None, gpus), fused=True).total / 2**30
+    return RunMemory(spec, None, gpus, True).peak(config).total / 2**30
 
 
 def megatron_models() -> Iterator[Row]:

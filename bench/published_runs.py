@@ -22,7 +22,7 @@ from typing import Any
 from bench.recipes import LLAMA, LLAMA_70B, MODELS, stand_in
 from longctx.config import Config, load
 from longctx.errors import UserError
-from longctx.memory.fitting import heaviest
+from longctx.memory.loads import full_loads
 from longctx.memory.model import _moments
 from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import in_float8, run_profile
@@ -160,7 +160,7 @@ def peak_bytes(run: Run) -> int:
     config, vocabulary = settings(run)
     logits = 12 * run.tokens_per_rank * vocabulary // run.tp if "whole_logits" in run.other else 0
     found = []
-    for moment in _moments(config.model_source(vocabulary).spec, config, run.gpus, heaviest(config, None, run.gpus), True):
+    for moment in _moments(config.model_source(vocabulary).spec, config, run.gpus, list(full_loads(config, run.gpus)), True):
         states = moment.parameters + moment.optimizer + moment.gradients
         saved = states // 2 if "bf16_states" in run.other and "lora" not in run.other else 0
         found.append(moment.total - moment.device - saved + (logits if moment.moment == "loss" else 0))

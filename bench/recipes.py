@@ -25,8 +25,8 @@ import yaml
 from bench.harness import RESULTS, Table, facts, markdown
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, load
-from longctx.memory.fitting import changes_between, fitted, heaviest
-from longctx.memory.model import Memory, estimate
+from longctx.memory.fitting import RunMemory, changes_between
+from longctx.memory.model import Memory
 from longctx.planning.plan import Plan
 from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import read_described, run_profile
@@ -184,7 +184,8 @@ def predict(recipe: Recipe) -> Prediction:
     available = int(1e9 * described.memory_gb)
     vocabulary = (LLAMA if named is None else MODELS[named]).get("vocab_size")
     spec = asked.model_source(vocabulary).spec
-    config = fitted(spec, asked, None, recipe.gpus, available, fused=True)
+    of_run = RunMemory(spec, None, recipe.gpus, True)
+    config = of_run.fitted(asked, available)
     longest = config.max_length(recipe.gpus)
     plan = make_plan(
         lengths(longest, config.batch.global_tokens),
@@ -193,7 +194,7 @@ def predict(recipe: Recipe) -> Prediction:
         profile=run_profile(config, recipe.gpus, vocabulary).profile,
         max_remote_tokens=config.context.max_remote_tokens,
     )
-    memory = estimate(spec, config, recipe.gpus, heaviest(config, None, recipe.gpus), fused=True)
+    memory = of_run.peak(config)
     return Prediction(recipe, config, changes_between(asked, config), memory, available, plan)
 
 

@@ -14,8 +14,7 @@ import torch
 from longctx.attention.kernels import KernelRequest
 from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
-from longctx.memory.fitting import as_override, heaviest
-from longctx.memory.model import estimate
+from longctx.memory.fitting import RunMemory, as_override
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.spec import RECOMPUTE_MODES
 from longctx.training.metrics import peak_flops
@@ -140,7 +139,7 @@ class Run:
     def bytes(self, option: Option) -> int:
         """Returns the memory by `longctx estimate`."""
         config = Config().changed(self.settings(option, 2))
-        return estimate(self.shape.spec, config, 1, heaviest(config, None, 1), fused=True).total
+        return RunMemory(self.shape.spec, None, 1, True).peak(config).total
 
     def fitting(self, gpu: Gpu) -> list[Option]:
         """Returns the options that fit in the memory of this GPU. The peer's memory is not estimated."""

@@ -194,7 +194,7 @@ class TimedRun:
 
     def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, profile: HardwareProfile) -> None:
         self.config, self.mesh, self.spec = config, mesh, shape.spec
-        self.trainer = Trainer.build(config, mesh, NewDecoder(shape))
+        self.trainer = Trainer(config, mesh, NewDecoder(shape))
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.layer, tensor = shape.spec.largest_layer, mesh.tensor.size()
         self.heads, self.kv_heads = self.layer.num_attention_heads // tensor, self.layer.num_key_value_heads // tensor

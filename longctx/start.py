@@ -1,32 +1,26 @@
 """Start: a whole run, from checked settings to the exit status of this process."""
 
-import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from longctx.config import Config, check
 from longctx.errors import UserError, raise_together
-from longctx.memory.fitting import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
+from longctx.memory.fitting import DoesNotFit, check_memory, fitted_run
 from longctx.parallel.device import record_messages
 from longctx.parallel.environment import Launch
-from longctx.parallel.float8 import check_float8
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.peers import Peers
 from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
-from longctx.training.build import join_run, prepare_run_kernels
-from longctx.training.checks import changes_of_optimizer, check_export, checks_of
+from longctx.training.build import join_run
+from longctx.training.checks import check_beginning, checks_before_joining, notes_on
 from longctx.training.health import NonFiniteLoss
-from longctx.training.metrics import check_wandb
-from longctx.training.optimizer import OPTIMIZERS
 from longctx.training.run import Run
 from longctx.training.run_profile import ProfilesDiffer
 from longctx.training.saved import checkpoint
@@ -62,9 +56,8 @@ def train(
     Raises UserError for everything that is wrong before the processes join.
     """
     check(config, world_size=Launch.read().world_size)
-    run = prepare(config, resume=resume, step=step, resume_if_any=resume_if_any, continued=continued)
-    run, config = replace(run, traced=trace_steps), run.config
-    rank, peers = run.launch.rank, None
+    run = _prepare(config, resume or step is not None, step, resume_if_any, continued, trace_steps)
+    config, rank, peers = run.config, run.launch.rank, None
     stop = StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():
         record_messages(run.device, config.train.run_dir / "nccl")
@@ -93,116 +86,50 @@ def train(
     return 0 if finished else 128 + stop.number
 
 
-def prepare(
-    config: Config,
-    *,
-    resume: bool = False,
-    step: int | None = None,
-    resume_if_any: bool = False,
-    continued: Path | None = None,
+def _prepare(
+    config: Config, resume: bool, step: int | None, or_begin: bool, continued: Path | None, traced: range | None
 ) -> Run:
     """Opens everything that a run needs, and checks everything that can be checked before the processes join.
 
     Rank 0 prints notes on settings without effect, and on damaged checkpoints. See `train`. Raises UserError.
     """
-    if step is not None and resume_if_any:
+    if step is not None and or_begin:
         raise UserError(f"--resume is {step}, but --resume-if-any takes the newest checkpoint: omit one of the two")
-    resume = resume or step is not None
     if continued is not None and resume:
         raise UserError(f"--continue is {continued}, but --resume continues the run itself: omit one, or use --resume-if-any")
     if continued is not None and config.train.epochs is not None:
         rule = "the steps of both runs are counted: set train.steps instead"
         raise UserError(f"--continue is {continued}, and train.epochs is {config.train.epochs:g}, but {rule}")
-    run = Run.open(config)
+    run = Run.open(config, returns=step is not None, traced=traced)
     config = run.config
-    _check(run)
-    saved, damaged = open_run_folder(
+    raise_together([*checks_before_joining(run), partial(check_memory, run)])
+    saved, notes = open_run_folder(
         config.train.run_dir,
-        resume=resume or resume_if_any,
-        or_begin=resume_if_any,
-        checkpoint_bytes=_checkpoint_bytes(run),
+        resume=resume or or_begin,
+        or_begin=or_begin,
+        checkpoint_bytes=run.checkpoint_bytes,
         step=step,
         best=config.checkpoint.best,
     )
     if saved is None and continued is not None:
-        saved, more = checkpoint.to_continue(continued, config.train.steps)
-        damaged += more
-    run = replace(run, checkpoint=saved, returns=step is not None)
-    changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
-    check_export(config, saved if run.resumes else None)
-    if run.launch.rank == 0:
-        for sentence in damaged + changes + _notes(config, run.device):
-            print(f"longctx train: {sentence}", file=sys.stderr)
+        saved, damaged = checkpoint.to_continue(continued, config.train.steps)
+        notes += damaged
+    run = replace(run, checkpoint=saved)
+    _print_on_rank_0(run, [*notes, *check_beginning(run), *notes_on(config, run.device)])
     return run
 
 
-def _check(run: Run) -> None:
-    """Checks the device, kernels, model and, if no setting may change any more, memory. Raises UserError."""
-    config, spec, ranks = run.config, run.source.spec, run.launch.world_size
-    files = run.source.files
-    checks: list[Callable[[], object]] = [
-        partial(check_wandb, config.log.wandb),
-        *([] if files is None else [files.require_weights]),
-        *([] if config.train.float8 is None else [partial(check_float8, run.device)]),
-        partial(prepare_run_kernels, config, spec, run.launch, run.device),
-        *checks_of(config, run.data, run.source, ranks),
-    ]
-    if not _may_change_settings(run):  # otherwise the settings that are checked are known when all ranks have joined
-        available = available_bytes(run.device, run.launch.local_world_size)
-        checks.append(partial(refuse_too_large, spec, config, run.data.store, ranks, available, fused=run.on_gpu))
-    raise_together(checks)
-
-
-def _checkpoint_bytes(run: Run) -> int:
-    """Returns the size of a checkpoint; 0 if none is written."""
-    if run.config.checkpoint.every is None:
-        return 0
-    spec = run.source.spec
-    trained = spec.trained_parameters
-    weights = trained if spec.adapted else spec.parameters
-    return torch.float32.itemsize * weights + OPTIMIZERS[run.config.optimizer.name].state_bytes(trained, spec.trained_matrices)
-
-
-def _notes(config: Config, device: torch.device) -> list[str]:
-    """Returns notes on settings that have no effect or are changed."""
-    notes, on_gpu = [], device.type == "cuda"
-    if not on_gpu and (config.train.offload_activations or config.train.offload_optimizer):
-        notes.append("offloading has no effect: on a CPU everything is in host memory already")
-    if on_gpu and config.dtype == "float32":
-        notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
-    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps > config.schedule_steps:
-        limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
-        notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
-    return notes
-
-
-def _may_change_settings(run: Run) -> bool:
-    """Returns whether settings may be changed so that the run fits: `train.fit_memory`, or else its default."""
-    fit = run.config.train.fit_memory
-    return run.on_gpu if fit is None else fit
-
-
-def _fit(run: Run, mesh: Mesh) -> Run:
-    """Returns the run with settings that fit into the memory of every rank. Collective: raises DoesNotFit on every rank."""
-    available = available_bytes(run.device, run.launch.local_world_size)
-    least = min(mesh.gather_objects(math.inf if available is None else available))  # all ranks decide the same
-    if math.isinf(least):
-        return run
-    spec, store, ranks = run.source.spec, run.data.store, run.launch.world_size
-    config = fitted(spec, run.config, store, ranks, int(least), fused=run.on_gpu)
-    refuse_too_large(spec, config, store, ranks, int(least), fused=run.on_gpu)
-    return replace(run, config=config, changes=changes_between(run.config, config))
+def _print_on_rank_0(run: Run, sentences: Iterable[str]) -> None:
+    if run.launch.rank == 0:
+        for sentence in sentences:
+            print(f"longctx train: {sentence}", file=sys.stderr)
 
 
 def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
     """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks call it."""
     saved, damaged = checkpoint.verified(run.checkpoint, mesh.control, only=run.returns)
-    run = replace(run, checkpoint=saved)
-    if mesh.world_rank == 0:
-        for sentence in damaged:
-            print(f"longctx train: {sentence}", file=sys.stderr)
-    if _may_change_settings(run):
-        run = _fit(run, mesh)
+    _print_on_rank_0(run, damaged)
+    run = fitted_run(replace(run, checkpoint=saved), mesh)
     trainer = assemble(run, mesh, stop)
     if mesh.world_rank == 0:
         print_start(run, trainer)

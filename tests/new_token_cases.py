@@ -53,7 +53,7 @@ def step(folder: Path, settings: list[str]) -> Step:
     given = [*SETTINGS, f"model.from_pretrained={folder}", "model.new_tokens=[<a>, <b>, <c>]", *settings]
     config = load(None, given, world_size=dist.get_world_size())
     mesh = make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config))
-    trainer = Trainer.build(config, mesh, config.model_source(ENTRIES))
+    trainer = Trainer(config, mesh, config.model_source(ENTRIES))
     weights = _everyones(trainer, {name: whole(weight).clone() for name, weight in trainer.model.named_parameters()})
     plan = placed_plan(LENGTHS, mesh.ranks, PLACEMENTS_OF[mesh.ranks])
     micro_batches, targets = pack_documents(plan, mesh.rank, documents(), pad_to_multiple_of=mesh.tensor.size())

@@ -76,9 +76,7 @@ def assert_step(found: list[Step], expected: Step) -> None:
 
 def make_trainer(folder: Path, settings: list[str]) -> Trainer:
     config = load(None, [*SETTINGS, f"model.from_pretrained={folder}", *settings], world_size=dist.get_world_size())
-    return Trainer.build(
-        config, make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config)), config.model_source()
-    )
+    return Trainer(config, make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config)), config.model_source())
 
 
 def make_batch(ranks: int, rank: int) -> StepBatch:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention, ring_pass
+from longctx.attention import Mask, RingAttention, RingSchedule, reference_attention, ring_attention, ring_pass
 from longctx.attention.inputs import AttentionInputError
 from longctx.attention.kernels import KERNELS, KernelError, KernelRequest, Options, choose_kernel, contract, cpu
 from longctx.attention.masks import MaskError
@@ -240,7 +240,7 @@ PREFIX = Case(6, (700,), (Placement(0, 0, 6),), 4, 2, 32, dtype=torch.bfloat16, 
 
 def test_parts_of_a_gradient_are_rounded_once(workers: Workers) -> None:
     """Several calls of a round add to the same rows: 1.34 times the error of one device, 1.5 if every part is rounded."""
-    schedules = [Schedule.build(PREFIX.layout(rank), mask=PREFIX.mask) for rank in range(PREFIX.ranks)]
+    schedules = [RingSchedule.build(PREFIX.layout(rank), mask=PREFIX.mask) for rank in range(PREFIX.ranks)]
     assert any(call.again for schedule in schedules for call in schedule.rounds[0].calls)
     exact = dense(PREFIX)
     ring = relative_errors(gather(PREFIX, workers.run(run_case, PREFIX.ranks, PREFIX)), exact)
@@ -297,7 +297,7 @@ def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degr
         mine = torch.zeros(length, dtype=torch.bool)
         mine[case.rows(rank)] = True
         seen = mask.visible(0, length)[mine].any(dim=0) & ~mine
-        schedule = Schedule.build(case.layout(rank), mask=mask)
+        schedule = RingSchedule.build(case.layout(rank), mask=mask)
         assert schedule.received_rows == seen.sum()
         assert len(schedule.rounds) <= min(rounds, degree - 1)
 
@@ -309,7 +309,7 @@ def test_segments_of_whole_documents_are_what_a_mask_shows(data: st.DataObject, 
     mask = data.draw(masks(tuple(lengths)))
     layout = Layout.of([Placement(number, 0, 1) for number in range(len(lengths))], lengths, 0, 0)
     pairs = torch.zeros(layout.tokens, layout.tokens, dtype=torch.int64)
-    for call in Schedule.build(layout, mask=mask).local:
+    for call in RingSchedule.build(layout, mask=mask).local:
         for segment in call.segments:
             pairs[segment.queries, segment.keys] += visible(segment, torch.device("cpu"))
     for shard in layout.shards:
@@ -327,7 +327,7 @@ def test_a_whole_document_costs_the_host_few_calls() -> None:
         made = [0]
         sys.setprofile(lambda frame, event, argument: made.__setitem__(0, made[0] + (event == "call")))
         try:
-            Schedule.build(layout)
+            RingSchedule.build(layout)
         finally:
             sys.setprofile(None)
         return made[0]
@@ -340,7 +340,7 @@ def test_a_whole_document_costs_the_host_few_calls() -> None:
 def test_causal_calls_are_few(case: Case) -> None:
     """Local keys need one causal segment per document, and a round at most two calls with dense segments."""
     for rank in range(case.ranks):
-        schedule = Schedule.build(case.layout(rank))
+        schedule = RingSchedule.build(case.layout(rank))
         assert len(schedule.local) == bool(schedule.layout.shards)
         for local in schedule.local:
             assert len(local.segments) == len(schedule.layout.shards)

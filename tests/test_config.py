@@ -13,7 +13,7 @@ from longctx.config.reading import ALIASES, ELSEWHERE, SETTINGS
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.spec import Scan
 from longctx.planning.layout import largest_shard, longest_document
-from longctx.start import _notes
+from longctx.training.checks import notes_on
 
 PROFILE = "context.profile=h100-nvlink-ib"
 
@@ -90,9 +90,9 @@ def test_the_dtype_follows_the_device(settings: list[str], gpus: bool, expected:
 
 
 def test_float32_on_a_gpu_is_said() -> None:
-    (note,) = _notes(load("train.dtype=float32"), torch.device("cuda"))
+    (note,) = notes_on(load("train.dtype=float32"), torch.device("cuda"))
     assert "train.dtype is float32" in note and "bfloat16" in note
-    assert not _notes(load("train.dtype=bfloat16"), torch.device("cuda")) + _notes(load(), torch.device("cpu"))
+    assert not notes_on(load("train.dtype=bfloat16"), torch.device("cuda")) + notes_on(load(), torch.device("cpu"))
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention import Mask, RingAttention, Schedule, ring_attention
+from longctx.attention import Mask, RingAttention, RingSchedule, ring_attention
 from longctx.attention.inputs import AttentionInputError
 from longctx.planning.layout import CrossLayout, Layout, Placement
 from tests.attention_cases import assert_exact, in_rounds
@@ -178,7 +178,9 @@ def test_source_and_target_have_their_own_degree(workers: Workers) -> None:
     sources = Placement(2, 2, 2, True), Placement(1, 1, 1), Placement(0, 0, 4)
     case = Case(4, (5, 90, 20), targets, (120, 3, 20), sources, exchange_rounds=2)
     check(case, workers.run(run_case, 4, case))
-    sent = [sum(hop.sent_rows for each in Schedule.build(case.layout(rank)).rounds for hop in each.hops) for rank in range(4)]
+    sent = [
+        sum(hop.sent_rows for each in RingSchedule.build(case.layout(rank)).rounds for hop in each.hops) for rank in range(4)
+    ]
     assert sum(sent) == 120 * 3 // 4 + 3 * 3 + 20  # every key goes once to every other rank with queries
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.attention import Schedule, exchange
+from longctx.attention import RingSchedule, exchange
 from longctx.attention.exchange import Exchange
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
@@ -187,7 +187,7 @@ def test_rows_cross_the_network_once_a_node(
     rows = [case.rows(rank) for rank in range(case.ranks)]
     crossing: dict[int, int] = defaultdict(int)
     for rank in range(case.ranks):
-        schedule = Schedule.build(case.layout(rank), mask=case.mask, ranks_per_node=per_node)
+        schedule = RingSchedule.build(case.layout(rank), mask=case.mask, ranks_per_node=per_node)
         for hop in (hop for round_ in schedule.rounds for hop in round_.hops):
             crossing[rank // per_node] += sum(count for peer, count in hop.receives if peer // per_node != rank // per_node)
     for node in range(-(-case.ranks // per_node)):

@@ -1,18 +1,15 @@
 """`train.fit_memory`: a run that would not fit changes what costs the least time, the same on all ranks."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from longctx import start
 from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store.store import Store
-from longctx.memory.fitting import ROOM, changes_between, fitted, heaviest
-from longctx.memory.model import estimate
-from longctx.start import _may_change_settings
+from longctx.memory import fitting
+from longctx.memory.fitting import ROOM, RunMemory, changes_between
 
 SAVING = [
     *("train.recompute=full", "train.offload_activations=true", "train.offload_optimizer=true", "train.mlp_tile_tokens=2048"),
@@ -30,13 +27,13 @@ def settings(store: Path, *more: str) -> list[str]:
 def fit(config: Config, store: Path, ranks: int, available: int) -> Config:
     opened = Store.open(store)
     spec = config.model_source(opened.tokenizer.vocab_size).spec
-    return fitted(spec, config, opened, ranks, available, fused=False)
+    return RunMemory(spec, opened, ranks, False).fitted(config, available)
 
 
 def needs(config: Config, store: Path, ranks: int) -> int:
     opened = Store.open(store)
     spec = config.model_source(opened.tokenizer.vocab_size).spec
-    return estimate(spec, config, ranks, heaviest(config, opened, ranks), fused=False).total
+    return RunMemory(spec, opened, ranks, False).peak(config).total
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -72,8 +69,8 @@ def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
 
 @pytest.mark.parametrize(("setting", "device", "fits"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True)])
 def test_on_gpus_by_default(setting: bool | None, device: str, fits: bool) -> None:
-    run = SimpleNamespace(config=Config().changed({"train.fit_memory": setting}), on_gpu=device == "cuda")
-    assert _may_change_settings(run) == fits
+    config = Config().changed({"train.fit_memory": setting})
+    assert RunMemory(config.model_source().spec, None, 1, device == "cuda").may_change(config) == fits
 
 
 def test_less_room_is_better_than_a_refusal(store: Path) -> None:
@@ -96,7 +93,7 @@ def test_a_run_trains_with_what_fits(
 ) -> None:
     short = settings(store, "train.steps=1", "batch.global_tokens=2000")
     config = load(None, short, world_size=1)
-    monkeypatch.setattr(start, "available_bytes", lambda device, ranks: int(0.8 * needs(config, store, 1)))
+    monkeypatch.setattr(fitting, "available_bytes", lambda device, ranks: int(0.8 * needs(config, store, 1)))
     words = [f"--{word}" for word in short]
     assert main(["train", *words, f"--train.run_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out

@@ -38,7 +38,7 @@ from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import Library
 from longctx.attention.masks import Mask
-from longctx.attention.ring_schedule import Schedule
+from longctx.attention.ring_schedule import RingSchedule
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Layout, Placement
@@ -161,7 +161,7 @@ def test_bands_and_segments_at_the_edge(drawn: Drawn) -> None:
 def test_segments_of_trees(mask: Mask) -> None:
     for rank in range(3):
         layout = Layout.of([Placement(0, 0, 3)], [TURNS.length], 0, rank, {0: TURNS})
-        for call in Schedule.build(layout, mask=mask).calls:
+        for call in RingSchedule.build(layout, mask=mask).calls:
             rows = [max(stops) for stops in zip(*((each.q_stop, each.k_stop) for each in call.segments), strict=True)]
             check(LIBRARIES, (list(call.segments), rows[0], rows[1]))
 
@@ -234,7 +234,7 @@ def test_one_call_for_each_call_of_a_ring() -> None:
     placements = (Placement(0, 1, 1), Placement(1, 0, 2), Placement(2, 1, 3), Placement(3, 0, 4))
     case = Case(4, lengths, placements, exchange_rounds=2)
     for rank in range(4):
-        schedule = Schedule.build(case.layout(rank))
+        schedule = RingSchedule.build(case.layout(rank))
         for call in (*schedule.local, *(call for round_ in schedule.rounds for call in round_.calls)):
             assert len(calls_made(call.segments)) == 1
             plan = flash._plans(call.segments, 1000, 1000, torch.device("cpu"), None)[0]
@@ -492,7 +492,7 @@ def test_all_variants_of_a_ring_are_compiled(lengths: list[int], short: int, deg
     case = Case(degree, (*lengths, *[2] * short), tuple(rings), exchange_rounds=2)
     known = compiled(window is not None)
     for rank in range(degree):
-        schedule = Schedule.build(case.layout(rank), mask=Mask(window=window))
+        schedule = RingSchedule.build(case.layout(rank), mask=Mask(window=window))
         tokens = schedule.layout.tokens
         for call in schedule.calls:
             made = variants(call.segments, tokens, tokens if call.rows is None else len(call.rows))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from longctx import checksums
 from longctx.checksums import SummedFile
 from longctx.cli import main
+from longctx.config import load
 from longctx.data.store import mapped
 from longctx.data.store.manifest import Manifest, StoreError
 from longctx.data.store.store import Store
@@ -390,7 +391,7 @@ def test_damaged_lines_of_the_metrics_are_told(tmp_path: Path, capsys: pytest.Ca
     log = tmp_path / "metrics.jsonl"
     log.write_bytes(b"\n".join(lines))
     assert mean_speed(tmp_path).startswith("5 tokens/s, 5 per rank, 2.00 s")
-    MetricsLog(tmp_path, after_step=5, tensorboard=False).close()
+    MetricsLog(load(None, [f"train.run_dir={tmp_path}", "log.tensorboard=false"]), after_step=5).close()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4, 5]
     assert f"2 damaged lines of {log} are left out" in capsys.readouterr().err
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longctx import start
 from longctx.attention.kernels import KERNELS, KernelRequest, reference
 from longctx.attention.kernels.contract import Options
 from longctx.attention.kernels.flash_libraries import LIBRARIES
@@ -21,10 +20,10 @@ from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.config.rules import broken_rules
 from longctx.data.store.store import Store
-from longctx.memory import kernels
-from longctx.memory.fitting import DoesNotFit, as_override, cheapest_change, choices, heaviest, refuse_too_large, savings
+from longctx.memory import fitting, kernels
+from longctx.memory.fitting import DoesNotFit, RunMemory, as_override, savings
 from longctx.memory.loads import Load, loads
-from longctx.memory.model import Memory, RankMemory, _moments, estimate, fits
+from longctx.memory.model import RankMemory, _moments, estimate, fits
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.spec import Matrix, Scan
 from longctx.training.data import plan_steps
@@ -233,7 +232,7 @@ def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]
     for chosen in itertools.product(*values.values()):
         change = dict(one for one in chosen if one is not None)
         tried = config.changed(change)
-        found.append((change, estimate(SPEC, tried, ranks, heaviest(tried, None, ranks), fused=True).total))
+        found.append((change, RunMemory(SPEC, None, ranks, True).peak(tried).total))
     return found
 
 
@@ -245,9 +244,9 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
     sets = sorted(every_set(config, ranks), key=lambda one: one[1])
     before = next(size for change, size in sets if not change)
     least = next(size for change, size in sets if not broken_rules(config.changed(change), ranks))
-    assert cheapest_change(SPEC, config, None, ranks, least - 1, fused=True) is None
+    assert RunMemory(SPEC, None, ranks, True).cheapest_change(config, least - 1) is None
     for available in (least, (before + 3 * least) // 4, (before + least) // 2, before - 1):
-        change = cheapest_change(SPEC, config, None, ranks, available, fused=True)
+        change = RunMemory(SPEC, None, ranks, True).cheapest_change(config, available)
         enough = [other for other, size in sets if size <= available]
         assert change in enough
         check(config.changed(change), world_size=ranks)
@@ -272,12 +271,12 @@ def test_a_refusal_names_settings_that_can_be_pasted(
 ) -> None:
     config = load(None, [*BASE, *settings], world_size=ranks)
     with pytest.raises(DoesNotFit) as refused:
-        refuse_too_large(SPEC, config, None, ranks, gibibytes << 30, fused=True)
+        RunMemory(SPEC, None, ranks, True).refuse_too_large(config, gibibytes << 30)
     told = re.search(r"that would fit is (.*?)\. `longctx estimate --all`", str(refused.value))
     assert told
     pasted = load(None, [*BASE, *settings, *told[1].split()], world_size=ranks)
     assert pasted == config.changed(change)
-    refuse_too_large(SPEC, pasted, None, ranks, gibibytes << 30, fused=True)
+    RunMemory(SPEC, None, ranks, True).refuse_too_large(pasted, gibibytes << 30)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +291,7 @@ def test_a_refusal_names_settings_that_can_be_pasted(
 )
 def test_gpus_need_memory_outside_of_the_allocator(ranks: int, settings: list[str], gigabytes: float) -> None:
     config = load(None, [*BASE, *settings], world_size=ranks)
-    loads = heaviest(config, None, ranks)
+    loads = RunMemory(SPEC, None, ranks, True).loads(config)
     on_gpus, on_cpus = (estimate(SPEC, config, ranks, loads, fused=fused) for fused in (True, False))
     assert on_gpus.device == pytest.approx(gigabytes * 1e9, rel=0.01) and on_gpus.total >= on_gpus.device
     assert on_cpus.device == 0
@@ -310,33 +309,33 @@ def test_every_saving_can_be_pasted() -> None:
 
 
 def test_a_refusal_names_parts_and_the_way_out() -> None:
-    configured = estimate(SPEC, CONFIG, 8, heaviest(CONFIG, None, 8), fused=True).total
-    assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, None, fused=True), Memory)
-    assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, configured, fused=True), Memory)
+    of_run = RunMemory(SPEC, None, 8, True)
+    of_run.refuse_too_large(CONFIG, None)
+    of_run.refuse_too_large(CONFIG, of_run.peak(CONFIG).total)
     with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=norms\. `longctx estimate --all`"):
-        refuse_too_large(SPEC, CONFIG, None, 8, 90 << 30, fused=True)
+        of_run.refuse_too_large(CONFIG, 90 << 30)
     with pytest.raises(DoesNotFit, match=r"no memory setting saves enough: lower batch\.tokens_per_rank"):
-        refuse_too_large(SPEC, CONFIG, None, 8, 1 << 30, fused=True)
+        of_run.refuse_too_large(CONFIG, 1 << 30)
 
 
 def test_training_is_refused_before_it_starts(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start, "available_bytes", lambda device, ranks: 1 << 20)
+    monkeypatch.setattr(fitting, "available_bytes", lambda device, ranks: 1 << 20)
     assert main(["train", f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}"]) == 2
     assert "only 1.00 MiB is available: no memory setting saves enough" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_choices_differ_where_the_settings_do_and_leave_out_what_the_rules_refuse() -> None:
-    found = {tuple(settings.values()): memory.total for settings, memory in choices(SPEC, CONFIG, None, 8, fused=True)}
+    found = {tuple(settings.values()): memory.total for settings, memory in RunMemory(SPEC, None, 8, True).choices(CONFIG)}
     assert len(found) == 5 * 2 * 3
     recompute = [found[mode, False, "block"] for mode in ("none", "norms", "mlp", "selective", "full")]
     assert recompute == sorted(recompute, reverse=True)
     assert found["none", False, "block"] < found["none", False, "step"]
     assert found["none", False, "block"] < found["none", True, "block"]
     config = load(None, [*BASE, FULL, "train.offload_activations=true"], world_size=8)
-    rows = [row for row, _ in choices(SPEC, config, None, 8, fused=True)]
+    rows = [row for row, _ in RunMemory(SPEC, None, 8, True).choices(config)]
     assert len(rows) == 24
     for row in rows:
         check(config.changed(row), world_size=8)

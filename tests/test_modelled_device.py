@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cluster
 import modelled
-from longctx.attention import Schedule, ring_pass
+from longctx.attention import RingSchedule, ring_pass
 from longctx.attention.segments import Segment, visible
 from longctx.comparison.baselines import place_fixed_static
 from longctx.comparison.mixes import load_mix
@@ -54,7 +54,7 @@ def test_every_schedule_has_its_own_time_per_pair(monkeypatch: pytest.MonkeyPatc
     modelled._watch_passes(device)  # type: ignore[arg-type]
     begin: Any = ring_pass.RingPass.__init__
     for length in range(100, 4000, 100):
-        schedule = Schedule.build(Layout.of([Placement(0, 0, 1)], [length], 0, 0))
+        schedule = RingSchedule.build(Layout.of([Placement(0, 0, 1)], [length], 0, 0))
         begin(None, SimpleNamespace(schedule=schedule))
         seconds = attention_ns(profile, np.array([length]), np.array([1])).sum() / NANOSECONDS
         assert device.s_per_pair == pytest.approx(seconds / 2 / (length * (length + 1) / 2))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx.attention import RingAttention, Schedule, operator
+from longctx.attention import RingAttention, RingSchedule, operator
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import KERNELS, Options, choose_kernel, cpu
 from longctx.attention.ring_pass import NO_LAYER
@@ -85,7 +85,7 @@ def run_with_options(deterministic: bool, keep_kv: bool) -> tuple[list[Options],
 def test_kernels_are_told_how_to_run(workers: Workers, deterministic: bool, keep_kv: bool) -> None:
     """Each call is told whether messages are in flight: of the next round's keys, or in backward of gradients."""
     for rank, options in enumerate(workers.run(run_with_options, 6, deterministic, keep_kv)):
-        schedule = Schedule.build(RING.layout(rank))
+        schedule = RingSchedule.build(RING.layout(rank))
         calls = [len(schedule.local), *(len(round_.calls) for round_ in schedule.rounds)]
         fetching = [True] * (len(calls) - 1) + [False]
         returning = [False, False] + [True] * (len(calls) - 2)

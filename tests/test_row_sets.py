@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.attention import Schedule
+from longctx.attention import RingSchedule
 from longctx.attention.segment_builder import RowSet, row_index
 from longctx.comparison.mixes import load_mix
 from longctx.planning.hardware_profile import HardwareProfile
@@ -43,7 +43,7 @@ def test_reading_writing_and_adding(sizes: list[tuple[int, int]], order: Random,
     assert in_place == is_range
 
 
-def copied_rows(schedules: list[Schedule]) -> Counter[str]:
+def copied_rows(schedules: list[RingSchedule]) -> Counter[str]:
     """Returns the rows that ranks send and give to kernel calls, and how many of them are copied for it."""
     counts: Counter[str] = Counter()
     for round_ in (round_ for schedule in schedules for round_ in schedule.rounds):
@@ -59,7 +59,7 @@ def test_a_document_alone_is_sent_without_copies() -> None:
     """Ranks send their head, or head and tail, which are side by side; heads of earlier ranks are read in place."""
     chunk, degree = 5, 8
     case = Case(degree, (2 * degree * chunk,), (Placement(0, 0, degree),))
-    counts = copied_rows([Schedule.build(case.layout(rank)) for rank in range(degree)])
+    counts = copied_rows([RingSchedule.build(case.layout(rank)) for rank in range(degree)])
     exchanged = 3 * degree * (degree - 1) // 2 * chunk
     # Keys of later ranks, but of the last rank alone, are not in the order of positions.
     copied = (degree * (degree - 1) - 2) * chunk
@@ -72,7 +72,7 @@ def test_copies_of_a_published_mix() -> None:
     counts: Counter[str] = Counter()
     for number in range(len(plan.micro_batches)):
         layouts = [plan.layout(number, rank) for rank in range(16)]
-        counts.update(copied_rows([Schedule.build(layout, ranks_per_node=profile.ranks_per_node) for layout in layouts]))
+        counts.update(copied_rows([RingSchedule.build(layout, ranks_per_node=profile.ranks_per_node) for layout in layouts]))
     assert max(plan.degrees) == 16
     assert counts["sent"] == counts["called"] > 10**6
     # Documents in rings of the same two ranks share a message; their rows lie between others.

@@ -14,8 +14,7 @@ import yaml
 from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store.store import Store
-from longctx.memory.fitting import cheapest_change, choices, heaviest
-from longctx.memory.model import estimate
+from longctx.memory.fitting import RunMemory
 from longctx.model.presets import PRESETS
 from longctx.parallel.mesh import make_groups
 from longctx.planning.cost.scaling import query_share, scale
@@ -203,7 +202,7 @@ def test_a_profile_that_names_no_model_is_not_scaled(tmp_path: Path) -> None:
         config = load(None, [*TINY, f"context.profile={path}"])
         found = run_profile(config, 1, 4096)
         assert found.profile == H100
-        assert found.lines == (f"profile {path} names no model: used unscaled for this run",)
+        assert found.lines == (f"profile {path} names no model: used unscaled",)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +311,7 @@ def node_of_rank(sizes: list[int], settings: list[str]) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         launched(patch, sum(sizes), sizes[dist.get_rank()])
         found = run_profile(load(None, settings), sum(sizes), 128256)
-    return found.profile.ranks_per_node, found.agreed(make_groups(torch.device("cpu"), timeout_s=30)).ranks_per_node
+    return found.profile.ranks_per_node, found.agreed(make_groups(torch.device("cpu"), timeout_s=30).control).ranks_per_node
 
 
 @pytest.mark.slow
@@ -386,9 +385,9 @@ def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path) ->
     """Recomputation and kept K and V change planned times, and so degrees and memory per rank."""
     small = [*SMALL_PRESET, f"data.store={store}", "data.max_length=1500"]
     opened, shape = Store.open(store), load(None, small).model.shape(257).spec
-    for row, memory in choices(shape, load(None, small, world_size=8), opened, 8, fused=False):
+    for row, memory in RunMemory(shape, opened, 8, False).choices(load(None, small, world_size=8)):
         own = load(None, [*small, *(f"{name}={value}" for name, value in row.items())], world_size=8)
-        assert memory == estimate(shape, own, 8, heaviest(own, opened, 8), fused=False)
+        assert memory == RunMemory(shape, opened, 8, False).peak(own)
 
 
 def test_the_cheapest_change_fits_by_its_own_plans(store: Path) -> None:
@@ -397,10 +396,10 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path) -> None:
     opened, shape = Store.open(store), config.model.shape(257).spec
 
     def need(tried: Config) -> int:
-        return estimate(shape, tried, 8, heaviest(tried, opened, 8), fused=False).total
+        return RunMemory(shape, opened, 8, False).peak(tried).total
 
     available = need(config.changed({"train.recompute": "selective"})) - 1
-    change = cheapest_change(shape, config, opened, 8, available, fused=False)
+    change = RunMemory(shape, opened, 8, False).cheapest_change(config, available)
     assert change is not None and need(config.changed(change)) <= available
 
 

@@ -9,13 +9,14 @@ import torch
 from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
 from longctx import make_plan
+from longctx.config import load
 from longctx.hf.spec import spec_of_seq2seq
 from longctx.planning.cost.amounts import Amounts
 from longctx.planning.cost.rounds import plan_score
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.parts import EQUAL_PARTS, PartCosts
 from longctx.planning.plan import Plan, PlanError
-from longctx.training.run_profile import model_profile
+from longctx.training.run_profile import scaled_profile
 from tests.data_cases import PROFILE
 
 
@@ -92,7 +93,8 @@ def test_ranks_are_even_by_the_operations_of_both_parts(spec: ModelSpec) -> None
     draw = random.Random(1)
     lengths = [round(2 ** draw.uniform(6, 13)) for _ in range(600)]
     sources = [draw.randint(1, length - 1) for length in lengths]
-    profile = model_profile("h100-nvlink-ib", spec, "bfloat16", torch.device("cpu"), 16, "none").profile
+    config = load(None, ["context.profile=h100-nvlink-ib", "train.dtype=bfloat16", "train.device=cpu"])
+    profile = scaled_profile(config, spec, 16, queries_first=True).profile
     options = {"ranks": 16, "tokens_per_rank": 16384, "profile": profile, "sources": sources}
     imbalance = [uneven(spec, make_plan(lengths, parts=parts, **options)) for parts in (EQUAL_PARTS, spec.parts)]
     assert imbalance[1] < 1.02 < 1.15 < imbalance[0]

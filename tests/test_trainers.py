@@ -16,9 +16,10 @@ from transformers import TrainerCallback
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
-from longctx.trainers.dynamic import _check_documents
 from longctx.trainers.fused_head import PlannedHead
+from longctx.trainers.kinds import Traits
 from longctx.trainers.prepared import prepared, replaced_method
+from longctx.trainers.refusals import notes_on_data
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import own_rows_of_last_batch
 from tests.marks import slow_unless
@@ -501,7 +502,7 @@ def test_one_rank_prints_an_error_and_all_end(
 
 
 def test_arguments_that_one_rank_cannot_use_end_all(workers: Workers, tmp_path: Path) -> None:
-    """A profile that is missing on one machine, and other arguments on one."""
+    """A profile that is missing on one machine, or another one there, and other arguments on one."""
     for rank in range(2):
         (tmp_path / f"of-rank-{rank}").mkdir()
     (tmp_path / "of-rank-0" / "mine.yaml").write_text((PROFILES / "cpu-2core.yaml").read_text())
@@ -509,6 +510,9 @@ def test_arguments_that_one_rank_cannot_use_end_all(workers: Workers, tmp_path: 
         errors_printed, 2, tmp_path, [False, False], 64, *[{"profile": "mine.yaml", "tokens_per_rank": None}] * 2
     )
     assert printed[0] == "" and re.match("error: .*mine.yaml", printed[1]), printed
+    (tmp_path / "of-rank-1" / "mine.yaml").write_text((PROFILES / "h100-pcie.yaml").read_text())
+    printed = workers.run(errors_printed, 2, tmp_path, [False, False], 64, *[{"profile": "mine.yaml"}] * 2)
+    assert printed[1] == "" and re.match("error: ranks have different profiles", printed[0]), printed
     printed = workers.run(errors_printed, 2, tmp_path, [False, False], 64, {"mode": "static"}, {"mode": "auto"})
     assert printed == ["error: mode is 'auto' on one rank and 'static' on another: give all ranks the same", ""]
 
@@ -577,13 +581,13 @@ def test_plans_are_made_by_constants_scaled_to_the_model(tmp_path: Path, capsys:
     assert profile.kv_bytes_per_token == 3 * 2 * 2 * 2 * 8 * 4, "passes, layers, K and V, heads, size, float32"
     assert profile.query_share == 0 and profile.exchange_levels == 2, "as transformers' own code and its exchange are"
     printed = capsys.readouterr().out
-    assert "profile cpu-2core" in printed and "scaled to this model" in printed
+    assert "profile cpu-2core" in printed and "scaled to this run" in printed
     assert "a document is split over 1 rank, of 200 tokens each\nattention on cpu in float32: cpu\n" in printed
 
 
 def test_tokens_per_rank_are_those_that_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def default(available: int, **options: Any) -> int:
-        monkeypatch.setattr("longctx.trainers.dynamic.available_bytes", lambda device, ranks: available)
+        monkeypatch.setattr("longctx.trainers.budget.available_bytes", lambda device, ranks: available)
         ours = trainer(tmp_path, **options)
         dynamic_context_parallel(ours, profile=PROFILE)
         tokens: int = ours.dynamic.tokens_per_rank
@@ -811,7 +815,7 @@ def test_what_plain_training_would_count_otherwise_is_said(
     printed = capsys.readouterr().out
     assert printed.count("note:") == 1 and f"note: {lost} labels of a batch are on padding, or follow it" in printed
     monkeypatch.setattr(type(ours.args), "world_size", 2)
-    assert "average_tokens_across_devices=False changes nothing" in next(_check_documents(ours, 200, "steps"))
+    assert "average_tokens_across_devices=False changes nothing" in next(notes_on_data(Traits(ours, False), 200))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ import torch
 
 from longctx import start as starting
 from longctx.cli import main
-from longctx.config import Config, ConfigError
-from longctx.config.settings import WandbSetting
+from longctx.config import Config, ConfigError, load
 from longctx.data.records.corpus import open_corpus
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
@@ -319,7 +318,7 @@ def test_a_rank_that_fails_in_training(workers: Workers, store: Path, tmp_path: 
 def test_metrics_of_a_resumed_run_have_no_step_twice(tmp_path: Path) -> None:
     lines = ["}", *(json.dumps({"step": step}) for step in (1, 2, 3, 4))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
-    MetricsLog(tmp_path, after_step=3, tensorboard=False).close()
+    MetricsLog(load(None, [f"train.run_dir={tmp_path}", "log.tensorboard=false"]), after_step=3).close()
     assert [step["step"] for step in steps_in(tmp_path)] == [1, 2, 3]
 
 
@@ -335,7 +334,7 @@ def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: p
 
     def init(project: str, name: str, id: str | None, config: dict[str, Any], **others: Any) -> SimpleNamespace:
         calls.append((id, name))
-        assert (project, config) == ("mine", {"train": {"steps": 3}})
+        assert (project, config["train"]["run_dir"]) == ("mine", str(tmp_path))
         assert others == {"entity": "team", "tags": ["long"], "resume": "allow", "dir": str(tmp_path)}
         return SimpleNamespace(id=id or f"run{len(calls)}", log=write, finish=lambda: None)
 
@@ -345,9 +344,10 @@ def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     step = {"step": 1, "loss": 2.5, "degrees": {"1": 3}, "tokens": 7, "step_time_s": 1.0, "predicted_s": 1.0}
     numbers = {name: 0 for name in StepMetrics.__dataclass_fields__ if not name.startswith(("validation", "source"))}
+    wandb = "log.wandb={project: mine, entity: team, tags: [long]}"
+    settings = load(None, [f"train.run_dir={tmp_path}", "log.tensorboard=false", wandb])
     for after_step in (0, 1, 0):
-        wandb = WandbSetting(project="mine", entity="team", tags=["long"])
-        log = MetricsLog(tmp_path, after_step=after_step, tensorboard=False, wandb=wandb, settings={"train": {"steps": 3}})
+        log = MetricsLog(settings, after_step=after_step)
         log.write(StepMetrics(**{**numbers, **step, "step": after_step + 1, "mfu": None}))
         log.close()
     name = tmp_path.name
@@ -360,7 +360,8 @@ def test_the_console_shows_some_steps_and_those_that_matter(tmp_path: Path, caps
     steps = [StepMetrics(**{**json.loads(line), "validation_loss": None}) for line in lines[:12]]
     steps[7] = replace(steps[7], validation_loss=6.0)
     steps[8] = replace(steps[8], skipped=True)
-    log = MetricsLog(tmp_path, after_step=0, tensorboard=False, every=5, last_step=12)
+    settings = [f"train.run_dir={tmp_path}", "train.steps=12", "log.tensorboard=false", "log.every=5"]
+    log = MetricsLog(load(None, settings), after_step=0)
     for step in steps:
         log.write(step)
     log.close()

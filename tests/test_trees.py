@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention import Mask, RingAttention, Schedule
+from longctx.attention import Mask, RingAttention, RingSchedule
 from longctx.attention.masks import MaskError
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.tree import Tree, TreeError
@@ -57,7 +57,7 @@ def test_a_pass_has_few_kernel_calls_per_level(tree: Tree, degree: int, rounds: 
     rank = data.draw(st.integers(0, degree - 1))
     layout = Layout.of([Placement(0, 0, degree, rounds=rounds)], [tree.length], 0, rank, {0: tree})
     for nodes in (None, 2):
-        schedule = Schedule.build(layout, ranks_per_node=nodes)
+        schedule = RingSchedule.build(layout, ranks_per_node=nodes)
         assert all(len(calls) <= levels(tree) + 1 for calls in (schedule.local, *(each.calls for each in schedule.rounds)))
 
 

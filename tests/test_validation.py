@@ -165,7 +165,7 @@ def test_tensorboard_and_console_show_it(
 ) -> None:
     rows = workers.run(run, 1, store, tmp_path, ["batch.tokens_per_rank=1500"])[0]
     (tmp_path / "log").mkdir()
-    log = MetricsLog(tmp_path / "log", after_step=0, tensorboard=True)
+    log = MetricsLog(load(None, [f"train.run_dir={tmp_path / 'log'}"]), after_step=0)
     seen: dict[str, float] = {}
     monkeypatch.setattr(log.events, "add_scalar", lambda name, value, step: seen.update({name: value}))
     log.write(StepMetrics(**rows[-1]))

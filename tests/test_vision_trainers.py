@@ -308,7 +308,9 @@ def test_the_model_generates_from_images_with_its_own_attention(tmp_path: Path) 
 
 def test_memory_counts_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("longctx.trainers.dynamic.tokens_that_fit", lambda trainer, spec, *_, **__: seen.append(spec) or 1024)
+    monkeypatch.setattr(
+        "longctx.trainers.dynamic.Workload.tokens_that_fit", lambda work, *_, **__: seen.append(work.spec) or 1024
+    )
     ours = alone(tmp_path, "llava")
     dynamic_context_parallel(ours, profile=PROFILE)
     assert seen[0].tower_parameters == sum(weight.numel() for weight in weights_of_images(ours.model)) > 0

@@ -260,7 +260,7 @@ def traced(config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan, d
             shard_ranks=parallel.shard_ranks,
         )
         with fake, MadeOnHost():
-            trainer = Trainer.build(config, mesh, config.model_source(vocabulary))
+            trainer = Trainer(config, mesh, config.model_source(vocabulary))
         documents = [np.zeros(length, np.int64) for length in plan.lengths]
         packed, targets = pack_documents(plan, mesh.rank, documents, pad_to_multiple_of=padding(config))
         names = tuple(map(str, range(len(plan.lengths))))

@@ -30,14 +30,14 @@ from longctx.errors import shortened
 TOKEN_IDS = "token-ids"
 WITHOUT_TEMPLATE = {"text", TOKEN_IDS}
 """Formats that no chat template prints; the others are conversations."""
-FORMATS = {
+CONVERSATION_FORMATS = {
     "messages": (("messages",),),
     "conversations": (("conversations",),),
     "prompt-completion": (("prompt", "completion"), ("prompt", "response")),
     "instruction-output": (("instruction", "output"), ("instruction", "response")),
 }
 """Required keys of each conversation format."""
-_REQUIRED = {key for groups in FORMATS.values() for group in groups for key in group}
+_REQUIRED = {key for groups in CONVERSATION_FORMATS.values() for group in groups for key in group}
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""
 PREFERENCE = f"makes a preference pair: train it inside TRL's DPOTrainer, {BY_ONE_CALL}"
@@ -219,10 +219,10 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
     if text_column not in names:
         if {"chosen", "rejected"} <= set(present):
             raise FormatError(f"`rejected` beside `chosen` {PREFERENCE}")
-        for kind, groups in {**FORMATS, "text": (alone,), TOKEN_IDS: (("input_ids",),)}.items():
+        for kind, groups in {**CONVERSATION_FORMATS, "text": (alone,), TOKEN_IDS: (("input_ids",),)}.items():
             if any(set(group) <= set(present) for group in groups):
                 return kind
-    if any(set(group) <= set(names) for group in (alone, *chain(*FORMATS.values()), ("input_ids",))):
+    if any(set(group) <= set(names) for group in (alone, *chain(*CONVERSATION_FORMATS.values()), ("input_ids",))):
         return "text"  # of a record that has null there: it is empty
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
@@ -235,7 +235,7 @@ def _turns(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[s
     """Returns the messages, the index of the first one that may be trained on, and the keys used."""
     if kind in ("messages", "conversations"):
         return parse_messages(record[kind], kind), 0, {kind}
-    answer = next(key for _, key in FORMATS[kind] if record.get(key) is not None)
+    answer = next(key for _, key in CONVERSATION_FORMATS[kind] if record.get(key) is not None)
     if kind == "instruction-output":
         answered = {"role": "assistant", "content": _text(record, answer)}
         asked = "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))

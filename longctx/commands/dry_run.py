@@ -15,7 +15,7 @@ from longctx.data.sampler import Sampler
 from longctx.data.store.store import Lengths, Store
 from longctx.errors import UserError, raise_together
 from longctx.hf.source import lines_on
-from longctx.memory.fitting import as_fitted, changes_between, verdict
+from longctx.memory.fitting import RunMemory, changes_between
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.device import assumed, choose_device
@@ -63,8 +63,8 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
     longest, most = data.longest, config.max_length(ranks)
     done = config.data.long_documents or "split"  # with conversations among them, planning refuses
     raise_together(checks_of(config, data, source, ranks))
-    fused, given = on_gpus(config), config
-    config = as_fitted(spec, config, store, ranks, fused=fused)
+    given, of_run = config, RunMemory(spec, store, ranks, on_gpus(config))
+    config = of_run.as_fitted(config)
     print(
         f"dry run on {ranks} ranks{assumed(config.train.device)}\n"
         f"model      {format_count(spec.parameters)} parameters, "
@@ -89,9 +89,9 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
             f"{static.makespan_s:7.3f} s ({static.winner})".ljust(101)
             + f"  {degrees}"
         )
-    memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
+    memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=of_run.fused)
     changed = changes_between(given, config)
-    fits, *changes = verdict(spec, config, changed and f"{changed}, by itself", store, ranks, memory, fused=fused)
+    fits, *changes = of_run.verdict(config, changed and f"{changed}, by itself", memory)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.parts.items() if size)
     print(f"memory     {fits}: {parts}", *changes, sep="\n")
     print(*_run_lines(config, store, ranks, planned), sep="\n")

@@ -36,23 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus is {arguments.gpus}: must be at least 1")
-    from longctx.memory.fitting import as_fitted, as_override, changes_between, choices, heaviest, memory_of_ranks, verdict
-    from longctx.memory.model import estimate
+    from longctx.memory.fitting import RunMemory, as_override, changes_between
     from longctx.parallel.device import assumed, choose_device
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.gpus
     config = load(arguments.config, arguments.overrides, world_size=ranks)
-    fused = choose_device(config.train.device, 0).type == "cuda"
     store, spec = _store_and_spec(config)
-    memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
-    table = list(choices(spec, config, store, ranks, fused=fused))
+    of_run = RunMemory(spec, store, ranks, choose_device(config.train.device, 0).type == "cuda")
+    memory, table = of_run.peak(config), list(of_run.choices(config))
     if arguments.json:
         rows = [{**settings, "ranks": ranks, **choice.to_json()} for settings, choice in table]
         print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
         return 0
-    changes = changes_between(config, as_fitted(spec, config, store, ranks, fused=fused))
-    print(*verdict(spec, config, changes, store, ranks, memory, fused=fused), sep="\n")
+    changes = changes_between(config, of_run.as_fitted(config))
+    print(*of_run.verdict(config, changes, memory), sep="\n")
     print(
         f"{format_count(spec.parameters)} parameters, computed in {config.dtype}, {ranks} rank{'s' * (ranks > 1)}"
         f"{assumed(config.train.device)}, {f'the first steps of {config.data.said}' if store else 'a full rank (no store)'}"
@@ -61,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         if size:
             print(f"  {name.replace('_', ' '):20}{format_bytes(size):>12}")
     if not arguments.all:
-        available = memory_of_ranks(config, ranks)[0]
+        available = of_run.available(config)[0]
         table = [choice for choice in table if available is None or choice[1].total <= available][:CHEAPEST]
     print("every choice, fastest first" if arguments.all else "choices that fit, fastest first (--all: every choice)")
     for settings, choice in table:

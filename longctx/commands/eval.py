@@ -99,7 +99,7 @@ def make_evaluation_planner(passes: "Passes") -> "Planner":
     from longctx.training.data import make_planner
     from longctx.training.run_profile import run_profile
 
-    profile = run_profile(passes.config, passes.mesh.world_size, passes.model.spec.vocab_size).agreed(passes.mesh)
+    profile = run_profile(passes.config, passes.mesh.world_size, passes.model.spec.vocab_size).agreed(passes.mesh.control)
     return make_planner(passes.config, passes.mesh.ranks, profile)
 
 

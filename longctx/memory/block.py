@@ -39,7 +39,7 @@ class BlockMemory:
     """Bytes of the tensors of one block on a rank; `entries` is the ledger, without received K and V.
 
     Attributes:
-        number: bytes of an element in the compute dtype.
+        element_bytes: bytes of an element in the compute dtype.
         whole_norms: whether a norm is one operation, which keeps only its input.
         normed: output of a norm, gathered for tensor-parallel matrices.
         norm: kept by a norm: its input; if it is composed of simple float32 operations also the normalized input, which the
@@ -56,30 +56,30 @@ class BlockMemory:
 
     def __init__(self, spec: ModelSpec, config: Config, layer: LayerSpec, load: Load, fused: bool) -> None:
         self.layer, self.train, self.tokens = layer, config.train, load.tokens
-        self.split, self.number = config.parallel.tensor_parallel_size, ELEMENT_BYTES[config.dtype]
+        self.tensor_ranks, self.element_bytes = config.parallel.tensor_parallel_size, ELEMENT_BYTES[config.dtype]
         self.whole_norms = fused
         self.stream = self._size(spec.hidden_size)
-        self.normed = self.stream * self.split
-        self.norm_bytes = self.number if self.whole_norms else FLOAT32 if spec.adapted else 2 * FLOAT32
+        self.normed = self.stream * self.tensor_ranks
+        self.norm_bytes = self.element_bytes if self.whole_norms else FLOAT32 if spec.adapted else 2 * FLOAT32
         self.norm = self._size(spec.hidden_size, self.norm_bytes)
         self.queries = self._size(layer.num_attention_heads * layer.head_dim)
-        self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.number // self.split
-        self.sent_row = layer.sent_values(self.split) * self.number
+        self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.element_bytes // self.tensor_ranks
+        self.sent_row = layer.sent_values(self.tensor_ranks) * self.element_bytes
         self.keys = self.kv_row * load.tokens
         self.swapped_keys = self.keys * load.kv_copies
         self.log_sum_exp = self._size(layer.num_attention_heads, FLOAT32)
         # Experts that are split over ranks may get more tokens than their even share.
-        sends_tokens = layer.experts > 0 and config.parallel.expert_parallel_size * self.split > 1
+        sends_tokens = layer.experts > 0 and config.parallel.expert_parallel_size * self.tensor_ranks > 1
         at_once = round(load.tokens * config.parallel.expert_max_load) if sends_tokens else load.tokens
         at_once = min(self.train.mlp_tile_tokens or at_once, at_once)
         in_turns = layer.routed_size or layer.intermediate_size
-        self.turn = at_once * in_turns * self.number // self.split
+        self.turn = at_once * in_turns * self.element_bytes // self.tensor_ranks
         self.mlp = self.turn + self._size(layer.intermediate_size - in_turns)
         self.routed = self._size(layer.experts_per_token * spec.hidden_size)
         self.routed_at_once = at_once * self.routed // max(1, load.tokens)
         self.swapped_share = load.swapped / load.tokens if load.tokens else 0.0
         # The first norm keeps the block's input itself, unless it keeps a copy in float32.
-        spared = self.stream if self.whole_norms or self.number == FLOAT32 else 0
+        spared = self.stream if self.whole_norms or self.element_bytes == FLOAT32 else 0
         offloaded = fused and self.train.offload_activations
         self.prefetched = self.stream if offloaded else 0
         """The input of the block that backward comes to next."""
@@ -88,7 +88,7 @@ class BlockMemory:
 
     def _size(self, values: int, element_bytes: int | None = None) -> int:
         """Returns the bytes of a tensor with `values` values per token on all tensor ranks together."""
-        return self.tokens * values * (element_bytes or self.number) // self.split
+        return self.tokens * values * (element_bytes or self.element_bytes) // self.tensor_ranks
 
     def _attention(self) -> Iterator[Entry]:
         yield Entry("attention", "input of the norm", self.norm, NONE)
@@ -104,7 +104,7 @@ class BlockMemory:
         yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
         yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
         yield Entry("attention", "further norms", self._size(self.layer.attention_norms, self.norm_bytes), NONE)
-        yield Entry("attention", "of adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
+        yield Entry("attention", "of adapters", self.tokens * self.layer.adapter_width * self.element_bytes, NONE)
 
     def _cross(self, source: int) -> Iterator[Entry]:
         """Yields what cross-attention keeps: as much as the other attention, but K and V of the source."""

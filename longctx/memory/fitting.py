@@ -4,7 +4,9 @@ The estimate is compared with all available memory, without a margin for what it
 refused could not work, but a run that barely fits may still run out of memory.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import Load, full_loads, loads
 from longctx.memory.model import Memory, estimate, fits
-from longctx.parallel.device import choose_device
 from longctx.parallel.host_memory import free_bytes
+from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.spec import RECOMPUTE_MODES, ModelSpec
 from longctx.training.data import first_plans
-from longctx.training.run_profile import read_described, run_profile
+from longctx.training.run import Run
+from longctx.training.run_profile import default_profile, own_device, read_described
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
@@ -28,8 +31,6 @@ ROOM = 0.9
 """Share of the available memory that `train.fit_memory` fills by estimate, which does not count everything."""
 Settings = dict[str, Any]
 """New values by dotted name."""
-Choice = tuple[Settings, Memory]
-"""Settings and the peak memory per rank."""
 
 
 class DoesNotFit(UserError):
@@ -59,48 +60,168 @@ def savings(config: Config) -> list[tuple[str, Any]]:
     return [change for place, change in enumerate(known) if place > present.get(change[0], -1)]
 
 
-def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
-    """Returns the loads of the first steps of a run; without a store, the load of a full rank with the longest document."""
-    if store is None:
-        return list(full_loads(config, ranks))
-    return list(loads(first_plans(config, store, ranks, min(PLANNED_STEPS, config.train.steps)), config))
+@dataclass(frozen=True)
+class RunMemory:
+    """Peak memory of a run on `ranks` processes, by its settings.
+
+    Attributes:
+        spec: sizes of the model.
+        store: its documents, of which the first steps count; None: a full rank with the longest document.
+        fused: whether ranks are GPUs, with fused operations.
+    """
+
+    spec: ModelSpec
+    store: Store | None
+    ranks: int
+    fused: bool
+
+    @classmethod
+    def of(cls, run: Run) -> "RunMemory":
+        return cls(run.source.spec, run.data.store, run.launch.world_size, run.on_gpu)
+
+    def loads(self, config: Config) -> Sequence[Load]:
+        """Returns the loads of the ranks."""
+        if self.store is None:
+            return list(full_loads(config, self.ranks))
+        steps = min(PLANNED_STEPS, config.train.steps)
+        return list(loads(first_plans(config, self.store, self.ranks, steps), config))
+
+    def peak(self, config: Config) -> Memory:
+        """Returns the peak memory of the fullest rank."""
+        return estimate(self.spec, config, self.ranks, self.loads(config), fused=self.fused)
+
+    def fits(self, config: Config, available: int, loads: Sequence[Load]) -> bool:
+        return fits(self.spec, config, self.ranks, loads, available, fused=self.fused)
+
+    def available(self, config: Config) -> tuple[int | None, str]:
+        """Returns the bytes that each rank has, None if unknown, and of what; GPUs that are not here are the profile's."""
+        device, gpu = own_device(config)
+        if device.type == "cuda" and gpu is None:
+            _, described = read_described(config.context.profile or default_profile(device.type, gpu))
+            known = None if described is None or described.memory_gb is None else int(1e9 * described.memory_gb)
+            return known, (described and described.gpu) or "GPU"
+        return available_bytes(device, self.ranks), gpu or "rank, if all are on this machine"
+
+    def may_change(self, config: Config) -> bool:
+        """Returns whether settings may be changed so that the run fits: `train.fit_memory`, or else its default."""
+        return self.fused if config.train.fit_memory is None else config.train.fit_memory
+
+    def fitted(self, config: Config, available: int) -> Config:
+        """Returns settings with which the run fits at the least cost in time, for `train.fit_memory`.
+
+        They need at most ROOM of `available` bytes per rank by estimate, or else at most all of it; if none do, nothing
+        changes. Received K and V are kept if that fits, unless the settings say otherwise.
+        """
+        keeping, room = config.changed({"context.keep_kv": True}), int(ROOM * available)
+        if config.context.keep_kv is None and self.fits(keeping, room, self.loads(keeping)):
+            return keeping
+        if self.fits(config, room, self.loads(config)):
+            return config
+        # The ranks that share weights have joined already when all ranks agree on the changes.
+        keep = ("parallel.shard_ranks",)
+        for limit in (room, available):
+            change = self.cheapest_change(config, limit, keep)
+            if change is not None:
+                return config.changed(change)
+        return config
+
+    def as_fitted(self, config: Config) -> Config:
+        """Returns the settings that a run with known memory would have by `train.fit_memory`; the same if that is off."""
+        available = self.available(config)[0]
+        return self.fitted(config, available) if available is not None and self.may_change(config) else config
+
+    def choices(self, config: Config) -> Iterator[tuple[Settings, Memory]]:
+        """Yields every valid combination of recomputation, kept K and V and resharding with its peak, fastest first."""
+        for recompute in RECOMPUTE_MODES:
+            for keep_kv in (True, False):
+                times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
+                candidates = self.loads(config.changed(times))
+                for reshard_after in ("step", "micro_batch", "block"):
+                    values = {**times, "parallel.reshard_after": reshard_after}
+                    tried = config.changed(values)
+                    if not broken_rules(tried, self.ranks):
+                        yield values, estimate(self.spec, tried, self.ranks, candidates, fused=self.fused)
+
+    def cheapest_change(self, config: Config, available: int, keep: Sequence[str] = ()) -> Settings | None:
+        """Returns the cheapest valid change that makes the run fit into `available` bytes per rank, or None.
+
+        Settings named in `keep` do not change.
+
+        This is the cheapest single change that is enough. Otherwise it is the set whose most expensive change is cheapest,
+        then whose second most expensive one is, and so on; none of its changes could be left out.
+        """
+        planned: dict[tuple[object, ...], Sequence[Load]] = {}
+        for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):
+            tried = config.changed(change)
+            context = tried.context
+            # Loads depend on no other setting that changes; the last two change modelled times, and so the plans.
+            key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
+            if key not in planned:
+                planned[key] = self.loads(tried)
+            if self.fits(tried, available, planned[key]) and not broken_rules(tried, self.ranks):
+                return change
+        return None
+
+    def refuse_too_large(self, config: Config, available: int | None) -> None:
+        """Raises DoesNotFit, with the cheapest change that would fit, if the peak exceeds `available` bytes (None: unknown)."""
+        if available is None or (memory := self.peak(config)).total <= available:
+            return
+        largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+        parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest)
+        raise DoesNotFit(
+            f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; largest parts: {parts}), but "
+            f"only {format_bytes(available)} is available: {self.way_out(config, available)}. `longctx estimate --all` shows "
+            "all choices; leave room for what it does not count: libraries and fragmentation"
+        )
+
+    def way_out(self, config: Config, available: int) -> str:
+        """Returns the cheapest change that would fit into `available` bytes per rank, or that there is none, in words."""
+        change = self.cheapest_change(config, available)
+        if change is None:
+            return "no memory setting saves enough: lower batch.tokens_per_rank, start more processes, or use a smaller model"
+        return f"the cheapest change that would fit is {' '.join(as_override(*setting) for setting in change.items())}"
+
+    def verdict(self, config: Config, changes: str, memory: Memory) -> list[str]:
+        """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`, and the `changes` that the
+        run makes by `train.fit_memory`, or those that it needs."""
+        available, of = self.available(config)
+        peak, at = format_bytes(memory.total), f"(at: {memory.moment})"
+        if available is None:
+            return [f"needs {peak} per {of}, whose memory is not known {at}"]
+        fits = memory.total <= available
+        if not fits and not changes:
+            changes = self.way_out(config, available)
+        said = f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per {of} {at}"
+        return [said, *([changes] if changes else [])]
+
+
+def check_memory(run: Run) -> None:
+    """Raises DoesNotFit for a run whose settings may not change; those of others are known when all ranks have joined."""
+    memory = RunMemory.of(run)
+    if not memory.may_change(run.config):
+        memory.refuse_too_large(run.config, available_bytes(run.device, run.launch.local_world_size))
+
+
+def fitted_run(run: Run, mesh: Mesh) -> Run:
+    """Returns the run with settings that fit into the memory of every rank, if they may change.
+
+    Collective: raises DoesNotFit on every rank.
+    """
+    memory = RunMemory.of(run)
+    if not memory.may_change(run.config):
+        return run
+    available = available_bytes(run.device, run.launch.local_world_size)
+    least = min(mesh.gather_objects(math.inf if available is None else available))  # all ranks decide the same
+    if math.isinf(least):
+        return run
+    config = memory.fitted(run.config, int(least))
+    memory.refuse_too_large(config, int(least))
+    return replace(run, config=config, changes=changes_between(run.config, config))
 
 
 def as_override(name: str, value: object) -> str:
     """Formats a setting as a command-line override."""
     return f"--{name}={yaml_text(value)}"
-
-
-def fitted(spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool) -> Config:
-    """Returns settings with which a run fits at the least cost in time, for `train.fit_memory`.
-
-    They need at most ROOM of `available` bytes per rank by estimate, or else at most all of it; if none do, nothing changes.
-    Received K and V are kept if that fits, unless the settings say otherwise.
-    """
-
-    def has_room(config: Config) -> bool:
-        return fits(spec, config, ranks, heaviest(config, store, ranks), int(ROOM * available), fused=fused)
-
-    keeping = config.changed({"context.keep_kv": True})
-    if config.context.keep_kv is None and has_room(keeping):
-        return keeping
-    if has_room(config):
-        return config
-    # The ranks that share weights have joined already when all ranks agree on the changes.
-    keep = ("parallel.shard_ranks",)
-    for limit in (int(ROOM * available), available):
-        change = cheapest_change(spec, config, store, ranks, limit, fused=fused, keep=keep)
-        if change is not None:
-            return config.changed(change)
-    return config
-
-
-def as_fitted(spec: ModelSpec, config: Config, store: Store | None, ranks: int, *, fused: bool) -> Config:
-    """Returns the settings that a run with known memory would have by `train.fit_memory`; the same if that is off."""
-    fit, available = config.train.fit_memory, memory_of_ranks(config, ranks)[0]
-    if available is None or not (fused if fit is None else fit):
-        return config
-    return fitted(spec, config, store, ranks, available, fused=fused)
 
 
 def changes_between(before: Config, after: Config) -> str:
@@ -115,42 +236,6 @@ def changes_between(before: Config, after: Config) -> str:
     return f"train.fit_memory: {' '.join(changes)}" if changes else ""
 
 
-def choices(spec: ModelSpec, config: Config, store: Store | None, ranks: int, *, fused: bool) -> Iterator[Choice]:
-    """Yields every valid combination of recomputation, kept K and V and resharding with its peak memory, fastest first."""
-    for recompute in RECOMPUTE_MODES:
-        for keep_kv in (True, False):
-            times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
-            candidates = heaviest(config.changed(times), store, ranks)
-            for reshard_after in ("step", "micro_batch", "block"):
-                values = {**times, "parallel.reshard_after": reshard_after}
-                tried = config.changed(values)
-                if not broken_rules(tried, ranks):
-                    yield values, estimate(spec, tried, ranks, candidates, fused=fused)
-
-
-def cheapest_change(
-    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool, keep: Sequence[str] = ()
-) -> Settings | None:
-    """Returns the cheapest valid change that makes a run fit into `available` bytes per rank, or None.
-
-    Settings named in `keep` do not change.
-
-    This is the cheapest single change that is enough. Otherwise it is the set whose most expensive change is cheapest, then
-    whose second most expensive one is, and so on; none of its changes could be left out.
-    """
-    planned: dict[tuple[object, ...], Sequence[Load]] = {}
-    for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):
-        tried = config.changed(change)
-        context = tried.context
-        # Loads depend on no other setting that changes; the last two change modelled times, and so the plans.
-        key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
-        if key not in planned:
-            planned[key] = heaviest(tried, store, ranks)
-        if fits(spec, tried, ranks, planned[key], available, fused=fused) and not broken_rules(tried, ranks):
-            return change
-    return None
-
-
 def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
     """Yields every change alone, then every set, as binary numbers whose highest digit is the most expensive change."""
     yield from ({name: value} for name, value in known)
@@ -159,60 +244,6 @@ def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
         together = dict(chosen)
         if 1 < len(chosen) == len(together):  # skips sets with two values of one setting
             yield together
-
-
-def refuse_too_large(
-    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int | None, *, fused: bool
-) -> Memory:
-    """Returns the peak memory of the fullest rank.
-
-    Raises DoesNotFit, with the cheapest change that would fit, if it exceeds `available` bytes (None: unknown).
-    """
-    memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
-    if available is None or memory.total <= available:
-        return memory
-    out = way_out(spec, config, store, ranks, available, fused=fused)
-    largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest)
-    raise DoesNotFit(
-        f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; largest parts: {parts}), but only "
-        f"{format_bytes(available)} is available: {out}. `longctx estimate --all` shows all choices; leave room for what it "
-        "does not count: libraries and fragmentation"
-    )
-
-
-def way_out(spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool) -> str:
-    """Returns the cheapest change that would fit into `available` bytes per rank, or that there is none, in words."""
-    change = cheapest_change(spec, config, store, ranks, available, fused=fused)
-    if change is None:
-        return "no memory setting saves enough: lower batch.tokens_per_rank, start more processes, or use a smaller model"
-    return f"the cheapest change that would fit is {' '.join(as_override(*setting) for setting in change.items())}"
-
-
-def memory_of_ranks(config: Config, ranks: int) -> tuple[int | None, str]:
-    """Returns the bytes that each rank of a run has, None if unknown, and of what; GPUs that are not here are the profile's."""
-    device, (_, profile) = choose_device(config.train.device, 0), read_described(run_profile(config, ranks).name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        known = None if profile is None or profile.memory_gb is None else int(1e9 * profile.memory_gb)
-        return known, (profile and profile.gpu) or "GPU"
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "rank, if all are on this machine"
-    return available_bytes(device, ranks), gpu
-
-
-def verdict(
-    spec: ModelSpec, config: Config, changes: str, store: Store | None, ranks: int, memory: Memory, *, fused: bool
-) -> list[str]:
-    """Returns whether a peak fits, such as `fits: 50.35 GiB of 74.51 GiB per H100 (at: loss)`, and the `changes` that the run
-    makes by `train.fit_memory`, or those that it needs."""
-    available, of = memory_of_ranks(config, ranks)
-    peak, at = format_bytes(memory.total), f"(at: {memory.moment})"
-    if available is None:
-        return [f"needs {peak} per {of}, whose memory is not known {at}"]
-    fits = memory.total <= available
-    if not fits and not changes:
-        changes = way_out(spec, config, store, ranks, available, fused=fused)
-    said = f"{'fits' if fits else 'does not fit'}: {peak} of {format_bytes(available)} per {of} {at}"
-    return [said, *([changes] if changes else [])]
 
 
 def available_bytes(device: torch.device, local_ranks: int) -> int | None:

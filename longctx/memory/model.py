@@ -140,7 +140,7 @@ class RankMemory:
         self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, pipeline_rank: int, in_encoder: bool = False
     ) -> None:
         self.spec, self.config, self.load, self.fused, self.pipeline_rank = spec, config, load, fused, pipeline_rank
-        self.recompute, self.split = config.train.recompute, config.parallel.tensor_parallel_size
+        self.recompute, self.tensor_ranks = config.train.recompute, config.parallel.tensor_parallel_size
         self.first, self.last = pipeline_rank == 0, pipeline_rank == config.pipeline.ranks - 1
         self.heads = self.last and not in_encoder
         numbers = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[pipeline_rank]
@@ -164,7 +164,7 @@ class RankMemory:
         # RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
         # An encoder of images keeps its tensors until all blocks are done.
-        self.tower = round(self.block.number * spec.tower_values * load.tokens) if self.weights.trained_tower else 0
+        self.tower = round(self.block.element_bytes * spec.tower_values * load.tokens) if self.weights.trained_tower else 0
         self.activations = self.kept + self.tables + self.tower
         # Received K and V kept for backward: in all layers, or while one layer's attention is recomputed.
         kept_kv = self.block.sent_row * load.remote if config.context.keep_kv else 0
@@ -181,7 +181,7 @@ class RankMemory:
         self.shard = FLOAT32 * weights.updated // shards
         self.fixed = Memory("", pipeline=self.pipeline())
         if not (self.config.train.offload_optimizer and self.fused):
-            frozen = self.block.number if self.spec.adapted else FLOAT32
+            frozen = self.block.element_bytes if self.spec.adapted else FLOAT32
             parameters = FLOAT32 * weights.updated + frozen * (weights.all - weights.updated)
             parameters -= self.layers * weights.spared
             optimizer = OPTIMIZERS[self.config.optimizer.name].state_bytes(weights.updated, weights.matrices) // shards
@@ -197,7 +197,7 @@ class RankMemory:
     def gathered(self, blocks: int) -> int:
         """Returns the bytes of gathered weights while `blocks` blocks are in use."""
         held = blocks if self.config.parallel.reshard_after == "block" else self.layers
-        return self.block.number * (self.weights.root + held * self.weights.block) - held * self.weights.spared
+        return self.block.element_bytes * (self.weights.root + held * self.weights.block) - held * self.weights.spared
 
     def pipeline(self) -> int:
         """Returns the bytes of further micro-batches in flight, and of one buffer per pipeline message."""
@@ -234,7 +234,7 @@ class RankMemory:
         The gradient of the head already exists; the block's new gradients exist next to the earlier ones until they are added,
         or reduced: then next to those of the block after it, which are being reduced in float32.
         """
-        fresh = self.block.number * (self.weights.trained_head + self.weights.trained_block)
+        fresh = self.block.element_bytes * (self.weights.trained_head + self.weights.trained_block)
         fresh += FLOAT32 * self.weights.trained_block if self.reduced_at_once and self.layers > 1 else 0
         gradients = self.earlier_gradients + fresh
         return replace(self.fixed, moment=moment, gathered_weights=self.gathered(2), gradients=gradients, **parts)
@@ -242,7 +242,7 @@ class RankMemory:
     def _block_moments(self, block: BlockMemory) -> Iterator[Memory]:
         mlp, recomputed = block.kept("none", "mlp"), block.recomputed(self.recompute) + self.expanded
         # Gradients of the MLP's output and input for all tokens, with tensor parallelism.
-        gathered = 2 * block.normed if self.split > 1 else 0
+        gathered = 2 * block.normed if self.tensor_ranks > 1 else 0
         sent_forward, sent_backward = self._exchanges()
         activations = self.activations + block.prefetched
         yield self._in_block(
@@ -261,7 +261,7 @@ class RankMemory:
             yield self._in_block(
                 "recomputed attention in backward",
                 activations=activations,
-                working=block.kept("none", "attention") + block.queries * FLOAT32 // block.number,
+                working=block.kept("none", "attention") + block.queries * FLOAT32 // block.element_bytes,
                 remote_kv=self.kept_in_block + sent_forward,
             )
 
@@ -270,7 +270,7 @@ class RankMemory:
         yield self._in_block(
             "backward of the last norm",
             activations=self.activations + norm,
-            working=stream + (0 if self.block.whole_norms else 3 * stream * FLOAT32 // self.block.number),
+            working=stream + (0 if self.block.whole_norms else 3 * stream * FLOAT32 // self.block.element_bytes),
             remote_kv=self.kept_kv,
         )
         yield replace(
@@ -278,7 +278,7 @@ class RankMemory:
             moment="loss",
             gathered_weights=self.gathered(1),
             gradients=self.earlier_gradients + FLOAT32 * self.weights.trained_head,
-            activations=self.activations + stream * int(self.split > 1) + 2 * self.block.normed + norm,
+            activations=self.activations + stream * int(self.tensor_ranks > 1) + 2 * self.block.normed + norm,
             remote_kv=self.kept_kv,
             logits=self._logits(),
         )
@@ -289,7 +289,7 @@ class RankMemory:
         Weights are not gathered then. If gradients are reduced once per step, those of the blocks are reduced before this
         moment of the last micro-batch.
         """
-        root, fresh = FLOAT32 * self.weights.trained_root, self.block.number * self.weights.trained_root
+        root, fresh = FLOAT32 * self.weights.trained_root, self.block.element_bytes * self.weights.trained_root
         copies = 0 if self.fused else 2 * root  # gloo's
         reduced = (fresh if self.reduced_at_once else root) + root + copies
         held = self.unreduced + reduced if self.reduced_at_once else max(self.unreduced + fresh, reduced)
@@ -310,7 +310,7 @@ class RankMemory:
         linear = 0 if block.layer.scan is None else load.tokens * block.layer.scan.working
         if not block.layer.attends:
             return linear
-        sums = (queries + keys) * FLOAT32 // self.block.number if load.remote else 0
+        sums = (queries + keys) * FLOAT32 // self.block.element_bytes if load.remote else 0
         sums += kernel_workspace(self.config, self.layer, load.tokens, max(load.tokens, load.fullest)) if self.fused else 0
         # Gradients of swapped q, k and v on the way back: computed, sorted, received, concatenated and in place.
         swap = round(5 * self.block.swapped_share * (queries + self.block.swapped_keys))
@@ -336,9 +336,9 @@ class RankMemory:
         head's gradient is rounded; backward, when two rounded copies exist.
         """
         assert self.spec.vocab_size is not None
-        compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.block.number < FLOAT32
-        numbers = min(tokens_at_once(compiled), self.block.tokens) * self.spec.vocab_size // self.split
-        with_gradient = 2 * self.block.number * numbers
+        compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.block.element_bytes < FLOAT32
+        numbers = min(tokens_at_once(compiled), self.block.tokens) * self.spec.vocab_size // self.tensor_ranks
+        with_gradient = 2 * self.block.element_bytes * numbers
         chunk = with_gradient if compiled else 3 * FLOAT32 * numbers + (with_gradient if rounded else 0)
-        head = self.block.number * self.weights.trained_head
+        head = self.block.element_bytes * self.weights.trained_head
         return max(chunk, with_gradient + (head if rounded else 0), 2 * head - FLOAT32 * self.weights.trained_head)

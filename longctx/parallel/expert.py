@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from longctx.attention.host_to_device import copy_to
 from longctx.model.experts import Experts, Send, SparseMLP, by_expert, in_turns, inverse, take
@@ -50,23 +49,6 @@ def shard_experts(layer: SparseMLP, mesh: DeviceMesh, **options: Any) -> None:
     fully_shard(layer.experts, mesh=mesh[mesh.mesh_dim_names[1:]], **options)
     for hooks in (layer.experts._forward_pre_hooks, layer.experts._forward_hooks):
         hooks.update({key: unseen(hook) for key, hook in hooks.items()})
-
-
-@torch.no_grad()
-def describe_as_split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Describes the sharded experts as parts of all experts, for initial values and checkpoints.
-
-    FSDP uses whatever parameter it finds in a module, so parameters are replaced.
-    """
-    for layer in sparse_layers(model):
-        for name, weight in list(layer.experts.named_parameters()):
-            assert isinstance(weight, DTensor)
-            shape = torch.Size((weight.shape[0] * mesh.size(0), *weight.shape[1:]))
-            placements = [Shard(0), *weight.placements]
-            whole = DTensor.from_local(
-                weight.to_local(), mesh, placements, run_check=False, shape=shape, stride=weight.stride()
-            )
-            setattr(layer.experts, name, nn.Parameter(whole, weight.requires_grad))
 
 
 def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ()) -> Send:

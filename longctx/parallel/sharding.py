@@ -5,31 +5,28 @@ within each replica, for example a node; if the second axis has one rank, every 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from longctx.model.experts import Experts
 from longctx.model.protocol import Model
-from longctx.parallel.expert import describe_as_split, shard_experts, sparse_layers
+from longctx.parallel.expert import shard_experts, sparse_layers
+from longctx.parallel.mesh import Mesh
 
 
 def shard(
     model: Model,
-    weights: DeviceMesh,
-    copies: DeviceMesh,
+    mesh: Mesh,
     dtype: torch.dtype,
-    reshard_after: str = "block",
-    stages: Sequence[nn.Module] | None = None,
-    offload_optimizer: bool = False,
-    experts: DeviceMesh | None = None,
+    reshard_after: str,
+    stages: Sequence[nn.Module] | None,
+    offload_optimizer: bool,
 ) -> None:
-    """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
-
-    `copies` is the mesh of tensor parallelism followed by `weights`, `experts` that of experts which are split over ranks.
+    """Shards every block and the rest of the model, or of each of its pipeline `stages`, over `mesh.weights`, in place.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. (Gradients of
     norms are summed over tensor ranks in `dtype` if the backward that computes them also reduces them.) Inputs of blocks are
@@ -40,19 +37,23 @@ def shard(
     """
     offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    again = reshard_after == "block"
+    options: dict[str, Any] = {
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "reshard_after_forward": reshard_after == "block",
+    }
     for block in model.layers:
-        if experts is not None:
+        if mesh.experts is not None:
             for layer in sparse_layers(block):
-                shard_experts(layer, experts, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
-        fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+                shard_experts(layer, mesh.experts, **options)
+        fully_shard(block, mesh=mesh.weights, **options)
         whole, *parts = sharded_modules(block)
         if parts:
             whole.set_modules_to_forward_prefetch(parts)  # else only once tokens have travelled
     for block in model.tower:
-        fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+        fully_shard(block, mesh=mesh.weights, **options)
     for root in [model] if stages is None else stages:
-        fully_shard(root, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(root, mesh=mesh.weights, **{**options, "reshard_after_forward": False})
         for module in sharded_modules(root):
             # A plain sum on gloo and NCCL needs both calls, and neither is recursive.
             module.set_gradient_divide_factor(1.0)
@@ -60,31 +61,40 @@ def shard(
         if stages is not None and reshard_after == "block":
             # Torch's pipelines pass False before every backward, after which all blocks of a stage would stay gathered.
             vars(root)["set_reshard_after_backward"] = lambda reshard: None
-        if experts is not None:
-            describe_as_split(root, experts)
-        _describe_as_split(root, copies)
+        _describe_as_split(root, mesh)
 
 
 @torch.no_grad()
-def _describe_as_split(root: nn.Module, copies: DeviceMesh) -> None:
-    """Describes weights split by tensor parallelism as DTensors: each tensor rank's part, sharded over the domain.
+def _describe_as_split(root: nn.Module, mesh: Mesh) -> None:
+    """Describes weights that tensor or expert parallelism splits as DTensors of the whole: each rank's part, sharded.
 
-    FSDP describes them in the opposite order, which is wrong if a size is not divisible, and would give wrong initial values
-    and checkpoints. FSDP uses whatever parameter it finds in a module, so parameters are replaced.
+    FSDP describes parts of tensor ranks in the opposite order, which is wrong if a size is not divisible, and the experts of a
+    rank as if there were no others: both would give wrong initial values and checkpoints. FSDP uses whatever parameter it finds
+    in a module, so parameters are replaced.
     """
     described: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
         for name, weight in module.named_parameters(recurse=False):
-            assert isinstance(weight, DTensor)
-            if weight.device_mesh.ndim < copies.ndim or isinstance(module, Experts):
-                continue  # no tensor parallelism, or described already
             if weight not in described:  # seen before if tied: an embedding with two names
-                *sharded, tensor = weight.placements
-                placements = [tensor, *(placement if placement.is_replicate() else Shard(0) for placement in sharded)]
-                local, shape, stride = weight.to_local(), weight.shape, weight.stride()
-                made = DTensor.from_local(local, copies, placements, run_check=False, shape=shape, stride=stride)
-                described[weight] = nn.Parameter(made, weight.requires_grad)
+                described[weight] = _as_split(weight, mesh, is_expert=isinstance(module, Experts))
             setattr(module, name, described[weight])
+
+
+def _as_split(weight: nn.Parameter, mesh: Mesh, *, is_expert: bool) -> nn.Parameter:
+    """Returns the description of a sharded weight; the weight itself if neither parallelism splits it."""
+    assert isinstance(weight, DTensor)
+    whole, shape = mesh.experts if is_expert else mesh.copies, weight.shape
+    if whole is None or (weight.device_mesh.ndim < whole.ndim and not is_expert):
+        return weight
+    if is_expert:
+        placements = [Shard(0), *weight.placements]
+        shape = torch.Size((shape[0] * whole.size(0), *shape[1:]))
+    else:
+        *sharded, tensor = weight.placements
+        placements = [tensor, *(placement if placement.is_replicate() else Shard(0) for placement in sharded)]
+    local, stride = weight.to_local(), weight.stride()
+    made = DTensor.from_local(local, whole, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(made, weight.requires_grad)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

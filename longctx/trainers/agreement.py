@@ -17,7 +17,7 @@ SAID = "said_by_another_rank"
 
 
 @contextmanager
-def on_all_ranks(ranks: int) -> Iterator[None]:
+def agreeing_on_errors(ranks: int) -> Iterator[None]:
     """At its end gathers the UserErrors of all ranks, also if there are none, and raises the first one on all, which would wait
     for it; one rank prints it. Collective.
     """
@@ -35,7 +35,7 @@ def on_all_ranks(ranks: int) -> Iterator[None]:
 def check_same(ranks: int, **given: Any) -> None:
     """Raises TrainerError if a rank was given other arguments. Collective."""
     everyone: list[Any] = [None] * ranks
-    with on_all_ranks(ranks):
+    with agreeing_on_errors(ranks):
         if ranks > 1 and dist.is_initialized():
             dist.all_gather_object(everyone, {name: repr(value) for name, value in given.items()})
             for name in given:

@@ -1,16 +1,30 @@
-"""Default of `tokens_per_rank`: what the memory of a rank holds by the estimate that `longctx estimate` prints."""
+"""What a trainer's model is to planner and memory model: its sizes, its speed, and the default of `tokens_per_rank`.
 
-from dataclasses import replace
-from typing import Any
+The default is what the memory of a rank holds by the estimate that `longctx estimate` prints.
+"""
 
-from longctx.config import load
-from longctx.memory.fitting import ROOM
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from longctx.config import Config, load
+from longctx.hf.lora import with_adapters
+from longctx.hf.model import block_name
+from longctx.hf.spec import spec_of, spec_of_seq2seq
+from longctx.hf.vision import weights_of_images, with_tower
+from longctx.memory.fitting import ROOM, available_bytes
 from longctx.memory.loads import full_loads
 from longctx.memory.model import estimate
+from longctx.parallel.environment import processes_per_node
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.tower import TowerSpeed
+from longctx.planning.cost.work import work_of
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.kinds import trainer_of_trl
+from longctx.trainers.kinds import Traits
+from longctx.trainers.prepared import prepared
 from longctx.trainers.refusals import TrainerError
+from longctx.training.run_profile import RunProfile, scaled_profile
 from longctx.units import format_bytes
 
 UNIT, MOST = 1024, 1024
@@ -21,47 +35,104 @@ TILE, TILE_BYTES = (4096, 32768), {"cuda": 4, "cpu": 28}
 """Tokens and vocabulary of the tile that TRL's fused head computes at once, and its bytes per logit: one buffer, or torch's."""
 
 
-def tokens_that_fit(
-    trainer: Any, spec: ModelSpec, dtype: str, profile: HardwareProfile, available: int, *, all_logits: bool
-) -> int:
-    """Returns the largest `tokens_per_rank` that `available` bytes of a rank hold by estimate.
+@dataclass(frozen=True)
+class Workload:
+    """A trainer's model as plans and estimates see it.
 
-    `all_logits`: whether a trainer of transformers has those of all tokens at once, or those of a chunk, which are estimated.
-    Raises TrainerError if they do not hold 1,024 tokens.
+    Attributes:
+        spec: sizes of the model with its adapters.
+        config: settings of a run like the trainer's.
+        named: hardware profile, scaled to the model unless it was given as a value.
+        tower: encoder of images, as fast per operation as the matrices of the model; None if it has none.
     """
-    ranks, device = trainer.args.world_size, trainer.args.device.type
-    config = load(
-        None,
-        [
-            f"train.device={device}",
-            f"train.dtype={dtype}",
-            f"train.recompute={'full' if trainer.args.gradient_checkpointing else 'none'}",
-            f"parallel.shard_ranks={ranks if trainer.is_fsdp_enabled else 1}",
-        ],
-        world_size=ranks,
-    )
-    vocabulary, fused_head = spec.vocab_size or 0, trainer_of_trl(trainer) is not None
 
-    def needed(units: int) -> int:
-        tokens = units * UNIT
-        changed = config.changed({"batch.tokens_per_rank": tokens})
-        loads = list(full_loads(changed, ranks, profile))
-        if spec.encoder_layers:  # as if sources were as long as targets
+    traits: Traits
+    spec: ModelSpec
+    config: Config
+    named: RunProfile
+    tower: TowerSpeed | None
+
+    @classmethod
+    def of(cls, traits: Traits, profile: HardwareProfile | str | None) -> "Workload":
+        """Raises TrainerError for a model without blocks of a known kind, ProfileError for a profile that cannot be used."""
+        args, spec, ranks = traits.args, _spec_of(traits), traits.args.world_size
+        in_bfloat16 = args.bf16 or next(traits.model.parameters()).dtype == torch.bfloat16
+        settings = [
+            f"train.device={args.device.type}",
+            f"train.dtype={'bfloat16' if in_bfloat16 else 'float32'}",
+            f"train.recompute={'full' if args.gradient_checkpointing else 'none'}",
+            f"parallel.shard_ranks={ranks if traits.trainer.is_fsdp_enabled else 1}",
+        ]
+        config = load(None, settings, world_size=ranks)
+        if isinstance(profile, HardwareProfile):
+            named = RunProfile("given", profile, ("profile: given as a value, used unscaled",))
+        else:
+            named = scaled_profile(config.changed({"context.profile": profile}), spec, ranks, queries_first=True)
+        tower = None
+        if spec.tower is not None:
+            operations = 6 * work_of(spec, config.dtype, recompute=config.train.recompute).computed
+            tower = TowerSpeed(spec.tower, spec.tower_backward, named.profile.linear_s_per_token / operations)
+        return cls(traits, spec, config, named, tower)
+
+    def agreed(self, group: dist.ProcessGroup | None) -> "Workload":
+        """Returns the same with the profile that the ranks of `group` agree on, as on nodes of different sizes. Collective."""
+        if group is None:
+            return self
+        return replace(self, named=replace(self.named, profile=self.named.agreed(group)))
+
+    def tokens_that_fit(self, group: dist.ProcessGroup | None, *, chunks: bool) -> int:
+        """Returns the largest `tokens_per_rank` that the memory of the fullest rank of `group` holds by estimate. Collective.
+
+        `chunks`: whether this rank computes the loss without logits of all tokens. Raises TrainerError for less than 1,024.
+        """
+        args, ranks = self.traits.args, self.traits.args.world_size
+        available = available_bytes(args.device, processes_per_node(ranks) or ranks) or 0
+        least = torch.tensor([available, chunks])  # all ranks must find the same
+        if group is not None:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        most, all_logits = int(ROOM * int(least[0])), not least[1]
+        fitting, failing = 0, MOST + 1
+        while failing - fitting > 1:
+            units = (fitting + failing) // 2
+            if self._needed(units * UNIT, all_logits) <= most:
+                fitting = units
+            else:
+                failing = units
+        if not fitting:
+            raise TrainerError(
+                f"{UNIT:,} tokens per rank need {format_bytes(self._needed(UNIT, all_logits))} by estimate, but only "
+                f"{format_bytes(most)} of a rank's memory are to be filled: use FSDP2, gradient_checkpointing or adapters, or "
+                "give tokens_per_rank if you know that it fits"
+            )
+        return fitting * UNIT
+
+    def _needed(self, tokens: int, all_logits: bool) -> int:
+        """Returns the bytes that a rank of so many tokens needs; without `all_logits` those of a chunk are estimated."""
+        ranks, device = self.traits.args.world_size, self.traits.args.device.type
+        config = self.config.changed({"batch.tokens_per_rank": tokens})
+        loads = list(full_loads(config, ranks, self.named.profile))
+        if self.spec.encoder_layers:  # as if sources were as long as targets
             loads = [replace(load, source=load.tokens // 2) for load in loads]
+        vocabulary = self.spec.vocab_size or 0
         logits = LOGITS_BYTES * tokens * vocabulary if all_logits else 0
-        if fused_head:
+        if self.traits.of_trl is not None:
             logits = TILE_BYTES[device] * min(tokens, TILE[0]) * min(vocabulary, TILE[1])
-        return estimate(spec, changed, ranks, loads, fused=device == "cuda").total + logits
+        return estimate(self.spec, config, ranks, loads, fused=device == "cuda").total + logits
 
-    most = int(ROOM * available)
-    fitting, failing = 0, MOST + 1
-    while failing - fitting > 1:
-        units = (fitting + failing) // 2
-        fitting, failing = (units, failing) if needed(units) <= most else (fitting, units)
-    if not fitting:
-        raise TrainerError(
-            f"{UNIT:,} tokens per rank need {format_bytes(needed(1))} by estimate, but only {format_bytes(most)} of a rank's "
-            "memory are to be filled: use FSDP2, gradient_checkpointing or adapters, or give tokens_per_rank if you know that "
-            "it fits"
-        )
-    return fitting * UNIT
+
+def _spec_of(traits: Traits) -> ModelSpec:
+    """Returns the sizes of the trainer's model with its adapters. Raises TrainerError."""
+    model = traits.model
+    if traits.pairs:
+        with prepared(model):  # refuses those that have no such blocks
+            blocks, spec = [*model.get_encoder().layers, *model.get_decoder().layers], spec_of_seq2seq(model)
+    else:
+        blocks = model.get_submodule(block_name(model))
+        spec = with_tower(spec_of(model, blocks, causal=not traits.encoder), model)
+        if model.get_output_embeddings() is None:  # as if it had one token, which a head multiplies
+            spec = replace(spec, vocab_size=1, encoder_root_parameters=spec.vocabulary_parameters)
+    if traits.adapters:
+        return with_adapters(spec, blocks, model)
+    if traits.images:
+        return replace(spec, frozen_tower=sum(w.numel() for w in weights_of_images(model) if not w.requires_grad))
+    return spec

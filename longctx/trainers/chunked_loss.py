@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from longctx.hf.exactness import evaluating, replaced
-from longctx.trainers.kinds import trainer_of_trl
+from longctx.trainers.kinds import Traits
 from longctx.trainers.router_loss import without_router_loss
 from longctx.training.objectives.loss import cross_entropy_sum
 
@@ -35,13 +35,13 @@ class ChunkedLoss:
         self.rows: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, trainer: Any, model: Any) -> "ChunkedLoss | None":
+    def of(cls, traits: Traits) -> "ChunkedLoss | None":
         """Returns the loss for a trainer's model, which is not prepared yet; None if the trainer or its model needs logits."""
-        of_transformers = type(trainer).compute_loss.__module__.startswith("transformers.")
-        if trainer_of_trl(trainer) or not of_transformers or trainer.args.label_smoothing_factor:
+        of_transformers = type(traits.trainer).compute_loss.__module__.startswith("transformers.")
+        if traits.kind != "steps" or traits.of_trl or not of_transformers or traits.args.label_smoothing_factor:
             return None
-        chunked = cls(model)
-        return chunked if chunked._is_exact(model) else None
+        chunked = cls(traits.model)
+        return chunked if chunked._is_exact(traits.model) else None
 
     def used(self) -> AbstractContextManager[None]:
         return replaced(self, "_used", True)

@@ -49,7 +49,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RowExchange:
     """The rows that a rank exchanges for a plan, and nothing else.
 
     Attributes:
@@ -65,7 +65,7 @@ class Exchange:
     @classmethod
     def of(
         cls, layouts: Sequence[Sequence[Layout]], documents: Sequence[Known], rank: int, lengths: Sequence[int]
-    ) -> "Exchange":
+    ) -> "RowExchange":
         """`layouts` are those of every rank and micro-batch, `documents` those of the plan, `lengths` those of all documents of
         this rank, also ones that are not planned."""
         starts = [0, *torch.tensor([0, *lengths]).cumsum(0)[1:].tolist()]

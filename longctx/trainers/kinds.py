@@ -1,6 +1,8 @@
-"""Kinds of trainers, by what their loss needs. A new trainer of TRL is added to KINDS."""
+"""What a trainer and its model are, asked once. A new trainer of TRL is added to KINDS."""
 
 from typing import Any, Literal
+
+from torch import nn
 
 from longctx.hf.vision import is_vision
 
@@ -22,37 +24,75 @@ LOSS = ("compute_loss", "training_step")
 """Methods of a subclass that are called for every micro-batch."""
 
 
-def kind_of(trainer: Any, own_loss_is_a_token_sum: bool) -> Kind:
-    """Returns the kind of a trainer; of one that is not supported, "steps"."""
-    if name := trainer_of_trl(trainer):
-        return KINDS.get(name, "steps")
-    model = prepared_part(trainer, trainer.model)
-    if model.config.is_encoder_decoder or is_vision(model):
-        return "steps"
-    own = not own_loss_is_a_token_sum and any(is_own(trainer, name) for name in LOSS)
-    other = type(model).__name__.endswith(OTHER_HEADS) or model.base_model is model
-    return "rows" if own or other or trainer.compute_loss_func is not None else "steps"
+class Traits:
+    """A trainer, and what it and its model are before anything is replaced.
+
+    Attributes:
+        model: the model of transformers, inside the trainer's model and its adapters.
+        adapters: configs of peft, by name.
+        of_trl: name of the trainer of TRL that it is or extends; None for others.
+        kind: what its loss needs; of a trainer that is not supported, "steps".
+        token_sum: whether losses of a subclass are said to be sums over tokens.
+        pairs, images, masked: whether the model is an encoder-decoder, reads images, or predicts masked tokens.
+        encoder: whether tokens of its base model see later ones.
+        noisy: whether a module drops at random, or NEFTune adds noise.
+        balances: whether the auxiliary loss of a mixture's routers is to be trained.
+        means_of_batches: whether the model asks for means of batches, though its loss can be a sum over tokens: many that read
+            images do.
+    """
+
+    def __init__(self, trainer: Any, token_sum: bool) -> None:
+        self.trainer, self.args, self.token_sum = trainer, trainer.args, token_sum
+        self.model = model = inner_model(trainer, trainer.model)
+        self.adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+        of_trl = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
+        self.of_trl = next((name for name in of_trl if not name.startswith("_")), None)
+        self.pairs, self.images = bool(model.config.is_encoder_decoder), is_vision(model)
+        self.masked, self.encoder = _predicts_masked(model), is_encoder(model.base_model)
+        self.kind = self._kind()
+        drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
+        self.noisy = drops or bool(trainer.neftune_noise_alpha)
+        in_config = not self.pairs and getattr(model.config.get_text_config(), "output_router_logits", False)
+        self.balances = bool(in_config or getattr(trainer, "aux_loss_enabled", False))
+        asks = getattr(model, "accepts_loss_kwargs", None) is False
+        self.means_of_batches = asks and not trainer.model_accepts_loss_kwargs
+
+    def _kind(self) -> Kind:
+        if self.of_trl:
+            return KINDS.get(self.of_trl, "steps")
+        if self.pairs or self.images:
+            return "steps"
+        own = not self.token_sum and any(is_own(self.trainer, name) for name in LOSS)
+        other = type(self.model).__name__.endswith(OTHER_HEADS) or self.model.base_model is self.model
+        return "rows" if own or other or self.trainer.compute_loss_func is not None else "steps"
+
+    @property
+    def has_loss_of_head(self) -> bool:
+        """Whether a loss is the mean that a head of transformers takes over the labels of a batch."""
+        own = is_own(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None or self.of_trl
+        return type(self.model).__name__.endswith(OTHER_HEADS) and not own
 
 
-def has_loss_of_head(trainer: Any) -> bool:
-    """Returns whether a loss is the mean that a head of transformers takes over the labels of a batch."""
-    head = type(prepared_part(trainer, trainer.model)).__name__
-    own = is_own(trainer, "compute_loss") or trainer.compute_loss_func is not None or trainer_of_trl(trainer)
-    return head.endswith(OTHER_HEADS) and not own
-
-
-def trainer_of_trl(trainer: Any) -> str | None:
-    """Returns the name of the trainer of TRL that a trainer is or extends; None for others."""
-    of_trl = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
-    return next((name for name in of_trl if not name.startswith("_")), None)
-
-
-def prepared_part(trainer: Any, model: Any) -> Any:
+def inner_model(trainer: Any, model: Any) -> Any:
     """Returns the model of transformers inside a model of the trainer and its adapters."""
     inner = trainer.accelerator.unwrap_model(model)
     return inner.get_base_model() if hasattr(inner, "peft_config") else inner
 
 
 def is_own(trainer: Any, name: str) -> bool:
+    """Returns whether a method of a trainer is not that of transformers or TRL."""
     method = getattr(trainer, name, None)
     return method is not None and getattr(method, "__module__", "").split(".")[0] not in ("transformers", "trl")
+
+
+def _predicts_masked(model: Any) -> bool:
+    """Returns whether a model is an encoder that predicts masked tokens."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def is_encoder(model: Any) -> bool:
+    """Returns whether a model, or a base model, is an encoder, whose tokens see later ones."""
+    directions = {getattr(module, "is_causal", None) for module in model.modules()} - {None}
+    return _predicts_masked(model) or (model.base_model is model and directions == {False})

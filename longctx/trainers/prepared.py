@@ -14,7 +14,8 @@ from longctx.hf.attention import packing_from_layout, prepare, remove_hooks
 from longctx.hf.exactness import HuggingFaceError
 from longctx.hf.latents import send_keys, send_latents
 from longctx.hf.linear import replace_linear, restore_linear
-from longctx.trainers.refusals import TrainerError, is_encoder
+from longctx.trainers.kinds import is_encoder
+from longctx.trainers.refusals import TrainerError
 
 BEFORE = "_attention_before"
 

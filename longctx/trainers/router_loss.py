@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.hf.exactness import OF_ALL_RANKS, replaced
-from longctx.trainers.kinds import trainer_of_trl
+from longctx.trainers.kinds import Traits
 from longctx.trainers.refusals import TrainerError
 
 NAME = "load_balancing_loss_func"
@@ -26,18 +26,18 @@ class RouterLoss:
     `rows` are the tokens of the micro-batch on this rank, `step_tokens` those of the step on all ranks.
     """
 
-    def __init__(self, trainer: Any, model: Any, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, traits: Traits, group: dist.ProcessGroup | None) -> None:
         """Raises TrainerError for models with another loss."""
         from transformers.models.mixtral import modeling_mixtral
 
-        self.trainer, self.rows, self.step_tokens = trainer, 5, 5
-        self.modules = sys.modules[type(model).__module__], modeling_mixtral  # TRL's head takes that of the second one
+        self.traits, self.rows, self.step_tokens = traits, 5, 5
+        self.modules = sys.modules[type(traits.model).__module__], modeling_mixtral  # TRL's head takes that of the second one
         self.group: dist.ProcessGroup | None = None
         own, gates = getattr(self.modules[0], NAME, None), torch.linspace(-9, 9, 40).sin().view(2, 5, 4).unbind()
         if own is None or not torch.allclose(own(gates, 4, 2) * self._divisor, self._loss(gates, 4, 2)):
             raise TrainerError(
-                f"{type(model).__name__} does not compute the auxiliary loss of its routers by {NAME}, as most models do: set "
-                "output_router_logits to False in its config"
+                f"{type(traits.model).__name__} does not compute the auxiliary loss of its routers by {NAME}, as most models "
+                "do: set output_router_logits to False in its config"
             )
         self.group = group
 
@@ -58,9 +58,9 @@ class RouterLoss:
 
     @property
     def _divisor(self) -> int:
-        args, of_trl = self.trainer.args, trainer_of_trl(self.trainer)
+        args, of_trl = self.traits.args, self.traits.of_trl
         ranks = 1 if args.average_tokens_across_devices and not of_trl else args.world_size
-        return int(ranks * (self.trainer.current_gradient_accumulation_steps if of_trl else 1))
+        return int(ranks * (self.traits.trainer.current_gradient_accumulation_steps if of_trl else 1))
 
 
 def statistics(gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from longctx.planning.planners.planner import make_plan
 from longctx.trainers.agreement import end_all, raise_on_all, said_by, text_of
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import Document
-from longctx.trainers.exchange import Exchange, Known
+from longctx.trainers.exchange import Known, RowExchange
 from longctx.trainers.image_shares import WithImages, blocks_of, read_images, share_images
 from longctx.trainers.images import exchange_pixels
 from longctx.trainers.noise import Noise
@@ -56,7 +56,7 @@ class Share:
     tokens: int = 0
     batches: int = 0
     read: int = 0
-    exchange: Exchange | None = None
+    exchange: RowExchange | None = None
     plan: Plan | None = None
 
 
@@ -150,7 +150,7 @@ class Sharing:
 
     def _micro_batches(
         self, plan: Plan, planned: Sequence[Known], mine: Sequence[Document]
-    ) -> tuple[Exchange, list[MicroBatch]]:
+    ) -> tuple[RowExchange, list[MicroBatch]]:
         """Returns how rows travel, or those of targets, and this rank's micro-batches. Collective."""
         written = [np.stack([document.tokens, document.labels], 1) for document in mine]
         numbers = range(len(plan.micro_batches))
@@ -167,12 +167,12 @@ class Sharing:
 
     def _filled(
         self, layouts: Sequence[Sequence[Layout]], planned: Sequence[Known], drawn: Sequence[npt.NDArray[Any]]
-    ) -> tuple[Exchange, list[MicroBatch]]:
+    ) -> tuple[RowExchange, list[MicroBatch]]:
         """Sends drawn rows to their holders. Returns the exchange, and this rank's micro-batches. Collective.
 
         `layouts` are those of every rank, `drawn` the tokens and labels [tokens, 2] of this rank's documents.
         """
-        exchange = Exchange.of(layouts, planned, self.rank, list(map(len, drawn)))
+        exchange = RowExchange.of(layouts, planned, self.rank, list(map(len, drawn)))
         rows = np.concatenate([np.empty((0, 2), np.int64), *drawn]).astype(np.int64)
         held = exchange.to_holders(torch.from_numpy(rows), self.ids_group).numpy()
 

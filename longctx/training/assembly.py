@@ -1,18 +1,14 @@
 """Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of its checkpoint."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from longctx.config import Config
-from longctx.data.store.store import Store
-from longctx.hf.source import ModelSource
 from longctx.model.protocol import Model, differences_but_rope
 from longctx.parallel.mesh import Mesh
 from longctx.training.build import computed_by
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
-from longctx.training.optimizer import make_optimizer
-from longctx.training.passes import Passes
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint
@@ -30,43 +26,34 @@ def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
 
     The run stops after the current step if `stop` has received its signal on any rank. Collective.
     """
-    config, saved = run.config, run.checkpoint
-    passes = Passes(config, mesh, run.source)
-    optimizer = make_optimizer(passes.model, config.optimizer, mesh.device, mesh.stage)
+    config, saved, files = run.config, run.checkpoint, run.source.files
     resumed = saved if run.resumes else None
     max_length = choose_max_length(config, mesh.world_size, resumed, run.data.longest)
     loader = build_loader(run.data.store, config, mesh, max_length)
-    documents = validation_documents(config, run.data, max_length) if config.eval.every is not None else None
-    files = run.source.files
-    base = None if files is None else {"folder": str(files.folder), "fingerprint": files.fingerprint}
+    trainer = Trainer(config, mesh, run.source, loader, stop=stop)
+    if config.eval.every is not None:
+        documents = validation_documents(config, run.data, max_length)
+        trainer.validator = Validator(documents, trainer.passes, loader.planner)
+    if files is not None:
+        trainer.base = {"folder": str(files.folder), "fingerprint": files.fingerprint}
     if saved is not None:
-        check_weights(saved, passes.model, base, resumes=run.resumes)
+        check_weights(saved, trainer.model, trainer.base, resumes=run.resumes)
         (loader.load_state_dict if run.resumes else loader.continue_from)(saved.state["data"])
-        checkpoint.load(saved, passes.model, optimizer, mesh.control)
+        checkpoint.load(saved, trainer.model, trainer.optimizer, mesh.control)
+        trainer.steps_done = saved.step
     if run.returns and saved is not None and mesh.world_rank == 0:  # nothing refuses the run any more
         for sentence in set_aside(config.train.run_dir, saved):
             print(f"longctx train: {sentence}", file=sys.stderr)
     kept = restore_best(resumed) if resumed is not None and config.checkpoint.best and mesh.world_rank == 0 else None
-    best = mesh.gather_objects(kept)[0]
-    log = begin_folder(config, run.source, mesh, run.data.store, run.checkpoint, run.changes) if mesh.world_rank == 0 else None
-    traced, folder = run.traced, config.train.run_dir / "traces"
-    return Trainer(
-        config,
-        mesh,
-        passes,
-        optimizer,
-        loader,
-        validator=None if documents is None else Validator(documents, passes, loader.planner),
-        stop=stop,
-        log=log,
-        tracer=None if traced is None else Tracer(traced, folder, mesh.world_rank, passes.model),
-        base=base,
-        best=best,
-        steps_done=0 if saved is None else saved.step,
-    )
+    trainer.best = mesh.gather_objects(kept)[0]
+    if mesh.world_rank == 0:
+        trainer.log = begin_folder(run, mesh)
+    if run.traced is not None:
+        trainer.tracer = Tracer(run.traced, config.train.run_dir / "traces", mesh.world_rank, trainer.model)
+    return trainer
 
 
-def check_weights(saved: Checkpoint, model: Model, base: dict[str, str] | None, *, resumes: bool) -> None:
+def check_weights(saved: Checkpoint, model: Model, base: Mapping[str, str] | None, *, resumes: bool) -> None:
     """Raises CheckpointError if a checkpoint is of another model; reads no weights.
 
     The model of a run that this run continues, rather than `resumes`, may have another RoPE.
@@ -84,20 +71,11 @@ def check_weights(saved: Checkpoint, model: Model, base: dict[str, str] | None, 
         )
 
 
-def begin_folder(
-    config: Config, source: ModelSource, mesh: Mesh, store: Store, saved: Checkpoint | None, changes: str = ""
-) -> MetricsLog:
+def begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
     """Writes settings and model files of a run into its folder, and opens its log."""
-    keep_model_files(config.train.run_dir, source, store)
-    computed = computed_by(config, source.spec, mesh.device.type)
-    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {changes}\n" if changes else "")
-    (config.train.run_dir / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
-    return MetricsLog(
-        config.train.run_dir,
-        after_step=0 if saved is None else saved.step,
-        tensorboard=config.log.tensorboard,
-        every=config.log.every,
-        last_step=config.train.steps,
-        wandb=config.log.wandb,
-        settings=config.model_dump(mode="json"),
-    )
+    config, folder = run.config, run.config.train.run_dir
+    keep_model_files(folder, run.source, run.data.store)
+    computed = computed_by(config, run.source.spec, mesh.device.type)
+    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {run.changes}\n" if run.changes else "")
+    (folder / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
+    return MetricsLog(config, after_step=0 if run.checkpoint is None else run.checkpoint.step)

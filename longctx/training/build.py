@@ -91,8 +91,7 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     in_host_memory = train.offload_optimizer and on_gpu
     if in_host_memory and (threads := host_threads()) is not None:
         torch.set_num_threads(threads)  # else the optimizer would use one core
-    reshard_after = config.parallel.reshard_after
-    shard(model, mesh.weights, mesh.copies, dtype, reshard_after, stages, in_host_memory, mesh.experts)
+    shard(model, mesh, dtype, config.parallel.reshard_after, stages, in_host_memory)
     with returned_when_freed():
         initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
         model.finish(mesh.device, dtype)

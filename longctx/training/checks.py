@@ -1,4 +1,4 @@
-"""Checks of a run across settings, stores and model, before its processes join."""
+"""Checks of a run across settings, stores, model, device and checkpoint, before its processes join."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +15,14 @@ from longctx.data.store.manifest import TOKENIZER
 from longctx.data.store.store import Lengths, Store
 from longctx.errors import UserError, shell
 from longctx.hf.source import ModelSource
+from longctx.parallel.float8 import check_float8
 from longctx.planning.cost.spec import ModelSpec
 from longctx.safe_yaml import parse, read_text
+from longctx.training.build import prepare_run_kernels
 from longctx.training.data import RunData
+from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import group_of
-from longctx.training.saved.checkpoint import Checkpoint
+from longctx.training.run import Run
 from longctx.training.saved.export import check_place
 
 
@@ -35,6 +38,18 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
             f"parallel.tensor_parallel_size is {ranks}, but with {share} of {entries} vocabulary entries per rank the last "
             f"rank has none: set it to {next(fewer)}, or model.vocab_size to {ranks * share}"
         )
+
+
+def checks_before_joining(run: Run) -> list[Callable[[], object]]:
+    """Returns the checks of a run on this rank that need no checkpoint, for `raise_together`."""
+    config, files = run.config, run.source.files
+    return [
+        partial(check_wandb, config.log.wandb),
+        *([] if files is None else [files.require_weights]),
+        *([] if config.train.float8 is None else [partial(check_float8, run.device)]),
+        partial(prepare_run_kernels, config, run.source.spec, run.launch, run.device),
+        *checks_of(config, run.data, run.source, run.launch.world_size),
+    ]
 
 
 def checks_of(config: Config, data: RunData, source: ModelSource, ranks: int) -> list[Callable[[], object]]:
@@ -125,12 +140,30 @@ def _own_tokenizer(folder: Path) -> str | None:
         return (folder / TOKENIZER).read_text("utf-8") if (folder / TOKENIZER).is_file() else None
 
 
-def check_export(config: Config, resumed: Checkpoint | None) -> None:
-    """Raises UserError if the export at the end of the run would find no place."""
-    out = config.checkpoint.export
-    if out is None or (resumed is not None and resumed.step >= config.train.steps):
-        return
-    check_place(out, overwrite=resumed is not None and out.is_relative_to(config.train.run_dir))  # of this run, before
+def check_beginning(run: Run) -> list[str]:
+    """Returns notes on settings that a run has changed since its checkpoint.
+
+    Raises UserError if the checkpoint cannot be continued, or if the export at the end of the run would find no place.
+    """
+    config, saved, out = run.config, run.checkpoint, run.config.checkpoint.export
+    changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
+    done = run.resumes and saved is not None and saved.step >= config.train.steps
+    if out is not None and not done:
+        check_place(out, overwrite=run.resumes and out.is_relative_to(config.train.run_dir))  # of this run, before
+    return changes
+
+
+def notes_on(config: Config, device: torch.device) -> list[str]:
+    """Returns notes on settings that have no effect or are changed."""
+    notes, on_gpu = [], device.type == "cuda"
+    if not on_gpu and (config.train.offload_activations or config.train.offload_optimizer):
+        notes.append("offloading has no effect: on a CPU everything is in host memory already")
+    if on_gpu and config.dtype == "float32":
+        notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
+    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps > config.schedule_steps:
+        limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
+        notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
+    return notes
 
 
 def check_exportable(config: Config) -> None:

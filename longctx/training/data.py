@@ -129,7 +129,7 @@ def make_planner(config: Config, ranks: int, profile: HardwareProfile, *, static
 
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
     """Makes the loader of this rank. Collective: raises ProfilesDiffer if ranks have different profiles."""
-    profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
+    profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh.control)
     return Loader(
         store,
         rank=mesh.rank,

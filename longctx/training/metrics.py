@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from longctx.config import Config
 from longctx.config.settings import WandbSetting
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
@@ -24,18 +25,11 @@ from longctx.units import format_bytes
 
 LOG = "metrics.jsonl"
 
-REDUCTIONS: dict[str, Callable[[torch.Tensor], float]] = {
-    "sum": lambda values: float(values.sum()),
-    "mean": lambda values: float(values.mean()),
-    "max": lambda values: float(values.max()),
-}
-"""Reduce the values of all processes, float64 [world size], to one number."""
-
 
 def _row(group: str, over_ranks: str | None = None, default: Any = MISSING) -> Any:
     """Makes a number of the step, shown as `group`/name by TensorBoard and Weights & Biases.
 
-    With `over_ranks` every process has a value of it, which the step gathers; the others are known to all.
+    With `over_ranks` (sum, mean or max) every process has a value of it, which the step gathers; the others are known to all.
     """
     return field(default=default, metadata={"group": group, "over_ranks": over_ranks})
 
@@ -118,11 +112,8 @@ class StepMetrics:
                 reduction over ranks.
         """
         plan, padded, computed = batch.plan, float(ranks["rows"].sum()), sum(batch.plan.lengths)
-        values = {
-            each.name: REDUCTIONS[each.metadata["over_ranks"]](ranks[each.name])
-            for each in fields(cls)
-            if each.metadata.get("over_ranks") is not None
-        }
+        reductions = {each.name: over for each in fields(cls) if (over := each.metadata.get("over_ranks")) is not None}
+        values = {name: float(getattr(ranks[name], over)()) for name, over in reductions.items()}
         timed = sum(values[name] for name in ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s"))
         return cls(
             **{
@@ -242,25 +233,11 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 class MetricsLog:
     """Writes every step to the console and metrics.jsonl, and to TensorBoard and Weights & Biases if set. Rank 0 has one."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        after_step: int,
-        tensorboard: bool,
-        every: int = 1,
-        last_step: int | None = None,
-        wandb: WandbSetting | None = None,
-        settings: dict[str, Any] | None = None,
-    ) -> None:
-        """Continues after `after_step`: lines of later steps, which an interrupted run left, are removed.
-
-        Args:
-            every, last_step: steps between lines on the console, which also shows the first and the last step.
-            settings: of the run, which are shown there.
-        """
+    def __init__(self, config: Config, after_step: int) -> None:
+        """Continues after `after_step`: lines of later steps, which an interrupted run left, are removed."""
+        folder = config.train.run_dir
         self.path = folder / LOG
-        self._every, self._shown = every, {after_step + 1, last_step}
+        self._every, self._shown = config.log.every, {after_step + 1, config.train.steps}
         lines = list(read_log(self.path))
         kept = [line for step, line in lines if step is not None and step["step"] <= after_step]
         if damaged := sum(step is None for step, _ in lines[:-1]):  # a kill may cut the last one short
@@ -270,11 +247,11 @@ class MetricsLog:
         new.replace(self.path)
         self.stream = self.path.open("a", encoding="utf-8")
         self.events = None
-        if tensorboard:
+        if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
-        self.wandb_run = None if wandb is None else _start_wandb(wandb, folder, settings, resumes=after_step > 0)
+        self.wandb_run = None if config.log.wandb is None else _start_wandb(config, config.log.wandb, resumes=after_step > 0)
 
     def write(self, metrics: StepMetrics) -> None:
         notable = metrics.skipped or metrics.validation_loss is not None
@@ -305,8 +282,9 @@ def check_wandb(setting: WandbSetting | None) -> None:
         )
 
 
-def _start_wandb(setting: WandbSetting, folder: Path, settings: dict[str, Any] | None, *, resumes: bool) -> Any:
-    """Starts a run of Weights & Biases, or continues the one that `folder` was logged to before."""
+def _start_wandb(config: Config, setting: WandbSetting, *, resumes: bool) -> Any:
+    """Starts a run of Weights & Biases, or continues the one that the run was logged to before."""
+    folder = config.train.run_dir
     identity = folder / "wandb_id"
     known = identity.read_text("utf-8") if resumes and identity.exists() else None
     run = importlib.import_module("wandb").init(
@@ -317,7 +295,7 @@ def _start_wandb(setting: WandbSetting, folder: Path, settings: dict[str, Any] |
         id=known,
         resume="allow",
         dir=str(folder),
-        config=settings,
+        config=config.model_dump(mode="json"),
     )
     identity.write_text(run.id, "utf-8")
     return run

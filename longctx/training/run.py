@@ -10,6 +10,7 @@ from longctx.hf.source import ModelSource
 from longctx.parallel.device import prepare_device
 from longctx.parallel.environment import Launch
 from longctx.training.data import RunData, with_steps
+from longctx.training.optimizer import OPTIMIZERS
 from longctx.training.saved.checkpoint import Checkpoint
 
 
@@ -51,3 +52,13 @@ class Run:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint; 0 if none is written."""
+        if self.config.checkpoint.every is None:
+            return 0
+        spec = self.source.spec
+        weights = spec.trained_parameters if spec.adapted else spec.parameters
+        state = OPTIMIZERS[self.config.optimizer.name].state_bytes(spec.trained_parameters, spec.trained_matrices)
+        return torch.float32.itemsize * weights + state

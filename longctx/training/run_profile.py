@@ -5,9 +5,10 @@ sizes, with a printed line on the scaling.
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.attention.linear import fused
@@ -17,7 +18,7 @@ from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.parallel.device import choose_device
 from longctx.parallel.environment import processes_per_node
-from longctx.parallel.mesh import Mesh
+from longctx.parallel.mesh import gather_objects
 from longctx.planning.cost.scaling import arithmetic_said, scale
 from longctx.planning.cost.spec import ModelSpec, Recompute
 from longctx.planning.cost.work import RankWork, work_of
@@ -56,13 +57,18 @@ class Described(BaseModel):
 
     @property
     def work(self) -> RankWork:
+        return self.work_of(self.model.spec)
+
+    def work_of(self, spec: ModelSpec, **of_run: Any) -> RankWork:
+        """Returns the work of a model with the settings described."""
         return work_of(
-            self.model.spec,
+            spec,
             self.dtype,
             recompute=self.recompute,
             keep_kv=self.keep_kv,
             tensor=self.tensor_parallel_size,
             expert=self.expert_parallel_size,
+            **of_run,
         )
 
     def __str__(self) -> str:
@@ -110,19 +116,19 @@ class RunProfile:
     profile: HardwareProfile
     lines: tuple[str, ...]
 
-    def agreed(self, mesh: Mesh) -> HardwareProfile:
+    def agreed(self, group: dist.ProcessGroup) -> HardwareProfile:
         """Returns the profile; on nodes with different numbers of ranks, with the largest number that divides all of them.
 
-        Collective: raises ProfilesDiffer on every rank unless all ranks have the same profile.
+        Collective in a gloo group of all ranks: raises ProfilesDiffer on every rank unless all have the same profile.
         """
-        gathered = mesh.gather_objects((self.name, self.profile))
+        gathered = gather_objects((self.name, self.profile), group)
         node = math.gcd(*(profile.ranks_per_node for _, profile in gathered))
         gathered = [(name, replace(profile, ranks_per_node=node)) for name, profile in gathered]
         others = [rank for rank, (_, profile) in enumerate(gathered) if profile != gathered[0][1]]
         if others:
             raise ProfilesDiffer(
                 f"ranks have different profiles: rank 0 has {gathered[0][0]}, ranks {others} have {gathered[others[0]][0]}, or "
-                "another file of that name: set context.profile, and use the same file on all nodes"
+                "another file of that name: set context.profile (profile inside a trainer), and use the same file on all nodes"
             )
         return replace(self.profile, ranks_per_node=node)
 
@@ -134,17 +140,23 @@ class ProfilesDiffer(UserError):
 def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> RunProfile:
     """Returns the profile of a run on `ranks` processes, for the device of this process.
 
-    If a launcher started them on several nodes, the size of nodes is the real one, whatever the profile says. `vocab_size` is
-    the size of the store's tokenizer; without it and model.vocab_size, that of the profile's model is used.
+    `vocab_size` is the size of the store's tokenizer; without it and model.vocab_size, that of the profile's model is used.
     """
-    device, gpu = choose_device(config.train.device, 0).type, None
-    if device == "cuda" and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name()
-    asked = config.context.profile
-    name = asked or default_profile(device, gpu)
+    return scaled_profile(config, config.model_source(vocab_size).spec, ranks)
+
+
+def scaled_profile(config: Config, spec: ModelSpec, ranks: int, *, queries_first: bool = False) -> RunProfile:
+    """Returns the profile of a model on `ranks` processes, for the device of this process.
+
+    If a launcher started them on several nodes, the size of nodes is the real one, whatever the profile says. With
+    `queries_first`, as in transformers' own code, no query is computed while K and V travel.
+    """
+    (device, gpu), asked, tensor = own_device(config), config.context.profile, config.parallel.tensor_parallel_size
+    name = asked or default_profile(device.type, gpu)
     profile, described = read_described(name)
     profile = replace(profile, exchange_levels=2 if config.context.two_level_exchange else 1)
-    tensor = config.parallel.tensor_parallel_size
+    if queries_first:
+        profile = replace(profile, query_share=0.0)
     known = profile.ranks_per_node * (tensor if described is None else described.tensor_parallel_size)
     started = processes_per_node(ranks)
     differs = f"nodes have {started} processes each, not {known} as in profile {name}: plan and exchange follow the nodes"
@@ -153,9 +165,10 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     node = None if started is None else math.gcd(started, ranks // config.pipeline.ranks)
     if described is None:
         profile = profile if node is None else replace(profile, ranks_per_node=max(1, node // tensor))
-        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled for this run", *lines))
+        return _unscaled(name, profile, *lines)
+    spec = _with_vocabulary(spec, described)
     work = work_of(
-        _with_vocabulary(config.model_source(vocab_size).spec, described),
+        spec,
         config.dtype,
         recompute=config.train.recompute,
         keep_kv=bool(config.context.keep_kv),
@@ -164,22 +177,22 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         tokens_per_rank=config.batch.tokens_per_rank,
         gpus=ranks,
         expert=config.parallel.expert_parallel_size,
-        fused=fused.run_in(getattr(torch, config.dtype), device),
+        fused=fused.run_in(getattr(torch, config.dtype), device.type),
     )
-    if config.context.ulysses_degree > 1:
+    if queries_first or config.context.ulysses_degree > 1:
         work = replace(work, queries=0.0)  # heads are swapped once the queries are there
     scaled = _scaled(name, profile, described, work, "this run", node)
     if config.train.float8 is not None:
         scaled = replace(scaled, profile=in_float8(scaled.profile))
         lines.append(f"products in float8 are taken to take {FLOAT8_TIME:.0%} of the time of {config.dtype}")
     optimizer = config.optimizer.name
-    operations, numbers = OPTIMIZERS[optimizer].step_work(config.model_source(vocab_size).spec, ranks)
+    operations, numbers = OPTIMIZERS[optimizer].step_work(spec, ranks)
     if operations and optimizer != described.optimizer:
         s_per_operation = scaled.profile.linear_s_per_token / (6 * work.computed)  # three passes of one product and one sum
         updates_s = operations * s_per_operation + 4 * numbers / scaled.profile.inter_node_bytes_per_s
         scaled = replace(scaled, profile=replace(scaled.profile, step_s=scaled.profile.step_s + updates_s))
         lines.append(f"updates by {optimizer} take {updates_s:.3g} s of a step, by the speed of the model's products")
-    doubts = _doubts(name, described, device, gpu, config.dtype, default=asked is None)
+    doubts = _doubts(name, described, device.type, gpu, config.dtype, default=asked is None)
     return replace(scaled, lines=(*scaled.lines, *lines, *doubts))
 
 
@@ -188,53 +201,30 @@ def in_float8(profile: HardwareProfile) -> HardwareProfile:
     return replace(profile, linear_s_per_token=FLOAT8_TIME * profile.linear_s_per_token)
 
 
-def model_profile(
-    name: str | None, spec: ModelSpec, dtype: str, device: torch.device, ranks: int, recompute: Recompute
-) -> RunProfile:
-    """Returns the profile of a model that transformers' own code runs in another trainer, on `ranks` processes.
-
-    `name` is a shipped profile or a file; None: the default of the device. Queries come first.
-    """
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    default, name = name is None, name or default_profile(device.type, gpu)
-    profile, described = read_described(name)
-    profile, node = replace(profile, exchange_levels=2, query_share=0.0), processes_per_node(ranks)
-    if described is None:
-        profile = profile if node is None else replace(profile, ranks_per_node=node)
-        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
-    scans = fused.run_in(getattr(torch, dtype), device.type)
-    work = replace(work_of(spec, dtype, recompute=recompute, gpus=ranks, fused=scans), queries=0.0)
-    scaled = _scaled(name, profile, described, work, "this model", node)
-    return replace(scaled, lines=(*scaled.lines, *_doubts(name, described, device.type, gpu, dtype, default)))
-
-
 def preset_profile(
     name: str, preset: str | None = None, pipeline: Pipeline = NO_PIPELINE, domain: int = 1, tokens_per_rank: int = 1
 ) -> RunProfile:
     """Returns the profile for planning without a run, scaled to a preset (None: the profile's own model)."""
     profile, described = read_described(name)
     if described is None:
-        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
+        return _unscaled(name, profile)
     spec = _with_vocabulary((described.model if preset is None else ModelSection(preset=preset).sizes()).spec, described)
     if pipeline.stages > len(spec.layers):
         raise UserError(
             f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} has only {len(spec.layers)} "
             "layers: use fewer pipeline ranks or chunks, or another --model"
         )
-    work = work_of(
-        spec,
-        described.dtype,
-        recompute=described.recompute,
-        keep_kv=described.keep_kv,
-        tensor=described.tensor_parallel_size,
-        pipeline=pipeline,
-        tokens_per_rank=tokens_per_rank,
-        gpus=domain * pipeline.ranks * described.tensor_parallel_size,
-        expert=described.expert_parallel_size,
-    )
+    gpus = domain * pipeline.ranks * described.tensor_parallel_size
+    work = described.work_of(spec, pipeline=pipeline, tokens_per_rank=tokens_per_rank, gpus=gpus)
     what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
     scaled = _scaled(name, profile, described, work, what)
     return scaled if scaled.profile == profile else replace(scaled, name=f"{name}, scaled to {what}")
+
+
+def own_device(config: Config) -> tuple[torch.device, str | None]:
+    """Returns the device of this process, and the name of its GPU; None without one, or if none is here."""
+    device = choose_device(config.train.device, 0)
+    return device, torch.cuda.get_device_name() if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def default_profile(device: str, gpu: str | None) -> str:
@@ -252,6 +242,10 @@ def default_profile(device: str, gpu: str | None) -> str:
 
 def _with_vocabulary(spec: ModelSpec, described: Described) -> ModelSpec:
     return spec if spec.vocab_size is not None else replace(spec, vocab_size=described.model.vocab_size)
+
+
+def _unscaled(name: str, profile: HardwareProfile, *lines: str) -> RunProfile:
+    return RunProfile(name, profile, (f"profile {name} names no model: used unscaled", *lines))
 
 
 def _scaled(

@@ -35,42 +35,35 @@ from longctx.training.validation import Validator
 
 
 class Trainer:
-    """A run on one rank.
+    """A run on one rank. `training.assembly` gives it what a run has beside model, optimizer and loader.
 
     Attributes:
+        validator, log, tracer: what validates, logs and traces steps; None for none.
+        base: folder and fingerprint of the checkpoint that the run began from.
+        best: step and validation loss of the best checkpoint so far.
         steps_done: steps done since the beginning of the run, or of the run that it continues.
         stopping: whether a signal ends the run after this step.
     """
 
     def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        passes: Passes,
-        optimizer: torch.optim.Optimizer,
-        loader: Loader | None = None,
-        *,
-        validator: Validator | None = None,
-        stop: StopSignal | None = None,
-        log: MetricsLog | None = None,
-        tracer: Tracer | None = None,
-        base: Mapping[str, str] | None = None,
-        best: Mapping[str, float] | None = None,
-        steps_done: int = 0,
+        self, config: Config, mesh: Mesh, source: ModelSource, loader: Loader | None = None, *, stop: StopSignal | None = None
     ) -> None:
-        """Makes a trainer of built parts; `training.assembly` builds them.
+        """Builds a model with its initial weights and its optimizer. Collective.
 
         Args:
             loader: steps to train on; None if batches are passed to `step`.
             stop: signal after which the run ends.
-            base: folder and fingerprint of the checkpoint that the run began from.
-            best: step and validation loss of the best checkpoint so far.
         """
-        self.config, self.mesh, self.passes, self.optimizer, self.loader = config, mesh, passes, optimizer, loader
-        self.model = passes.model
-        self.validator = validator
-        self.stop, self.log, self.tracer, self.base = stop or StopSignal(), log, tracer, base
-        self.steps_done, self.stopping, self.best = steps_done, False, best
+        self.config, self.mesh, self.loader, self.stop = config, mesh, loader, stop or StopSignal()
+        self.passes = Passes(config, mesh, source)
+        self.model = self.passes.model
+        self.optimizer = make_optimizer(self.model, config.optimizer, mesh.device, mesh.stage)
+        self.validator: Validator | None = None
+        self.log: MetricsLog | None = None
+        self.tracer: Tracer | None = None
+        self.base: Mapping[str, str] | None = None
+        self.best: Mapping[str, float] | None = None
+        self.steps_done, self.stopping = 0, False
         self.finite = FiniteLoss(config, mesh)
         self.saver = Saver(
             config.train.run_dir,
@@ -81,13 +74,6 @@ class Trainer:
         )
         self._agreed: float | None = None  # first bits of the hash of the next step's plan, if all ranks have told theirs
         self._written = True  # whether `saver.advance` would not wait
-
-    @classmethod
-    def build(cls, config: Config, mesh: Mesh, source: ModelSource, loader: Loader | None = None, **others: Any) -> "Trainer":
-        """Makes a trainer of a model with its initial weights; `others` are those of the constructor."""
-        passes = Passes(config, mesh, source)
-        optimizer = make_optimizer(passes.model, config.optimizer, mesh.device, mesh.stage)
-        return cls(config, mesh, passes, optimizer, loader, **others)
 
     def train(self) -> bool:
         """Runs to the last step. Returns False if a signal stopped the run before, after a checkpoint if the run writes any."""

@@ -55,13 +55,13 @@ class DegreeTable:
         low, high = self.work // slots, int(self.quickest.max(initial=0)) + 2 * self.work // slots
         while high - low > low // 256:
             middle = (low + high) // 2
-            index = self.within(middle)
+            index = self.smallest_degrees_within(middle)
             time = self.time[np.arange(len(index)), index]
             enough = self.work + int((self.degrees[index] * time - self.least_work).sum()) <= slots * middle
             low, high = (low, middle) if enough and int(time.max(initial=0)) <= middle else (middle + 1, high)
         return high
 
-    def within(self, limit: int) -> Integers:
+    def smallest_degrees_within(self, limit: int) -> Integers:
         """Returns, for every long document, the index of the smallest degree with time ≤ `limit`, or of the fastest degree.
 
         With times of 8, 5, 4, 4 on 1 to 4 ranks, a limit of 5 gives index 1, and a limit of 3 gives index 2.

@@ -61,7 +61,7 @@ class PlacedRings:
 
 
 def place_rings(
-    step: Step, split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
+    step: Step, degrees: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
 ) -> PlacedRings | None:
     """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per document.
 
@@ -71,14 +71,14 @@ def place_rings(
     """
     load = np.zeros((micro_batches, step.places), dtype=np.int64)
     free = np.full_like(load, step.tokens_per_rank)
-    time, micro_batch, first_rank = split.time.copy(), np.zeros_like(step.lengths), np.zeros_like(step.lengths)
-    placed = (split.degree > 1) | (time > split.work // load.size // 2)
+    time, micro_batch, first_rank = degrees.time.copy(), np.zeros_like(step.lengths), np.zeros_like(step.lengths)
+    placed = (degrees.degree > 1) | (time > degrees.work // load.size // 2)
     early = np.flatnonzero(placed)
     early = early[np.argsort(-step.lengths[early], kind="stable")]
     starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
-    times = _times_by_first_rank(step, split, early)
+    times = _times_by_first_rank(step, degrees, early)
     for document, by_first_rank in zip(early.tolist(), times, strict=True):
-        degree, shard = int(split.degree[document]), int(split.tokens[document])
+        degree, shard = int(degrees.degree[document]), int(degrees.tokens[document])
         extra = np.zeros_like(by_first_rank) if dense else by_first_rank
         run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
         run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
@@ -88,17 +88,17 @@ def place_rings(
         time[document] = by_first_rank[first]
         load[row, first : first + degree] += time[document]
         free[row, first : first + degree] -= shard
-    target = _water_filled(load, free, int(time[~placed].sum()), int(split.tokens[~placed].sum()))
+    target = _water_filled(load, free, int(time[~placed].sum()), int(degrees.tokens[~placed].sum()))
     if target is None:
         return None
-    return PlacedRings(split.degree, time, split.tokens, placed, micro_batch, first_rank, load, free, target)
+    return PlacedRings(degrees.degree, time, degrees.tokens, placed, micro_batch, first_rank, load, free, target)
 
 
-def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
+def _times_by_first_rank(step: Step, degrees: Degrees, documents: Integers) -> Integers:
     """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks], equal on every node."""
     node = step.profile.ranks_per_node
     repeat = min(node // math.gcd(node, step.block), step.places)
-    times = step.alone_ns(documents[:, None], split.degree[documents][:, None], np.arange(repeat))
+    times = step.alone_ns(documents[:, None], degrees.degree[documents][:, None], np.arange(repeat))
     return times[:, np.arange(step.places) % repeat]
 
 

@@ -95,19 +95,19 @@ class Shortlist:
         self.table, self.step, self.settings, self.micro_batches = table, table.step, table.settings, micro_batches
         self.best: list[PlacedRings] = []
 
-    def add(self, split: Degrees, start: Integers | int, stop: Integers | int) -> None:
+    def add(self, degrees: Degrees, start: Integers | int, stop: Integers | int) -> None:
         """Adds the placement of these degrees, unless its work alone shows that `settings.filled` others are better."""
         filled = self.settings.filled
-        if len(self.best) >= filled and split.work >= self.best[filled - 1].estimate_ns * self.step.places:
+        if len(self.best) >= filled and degrees.work >= self.best[filled - 1].estimate_ns * self.step.places:
             return
-        if rings := place_rings(self.step, split, self.micro_batches, start, stop):
+        if rings := place_rings(self.step, degrees, self.micro_batches, start, stop):
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
-    def add_split(self, split: Degrees) -> None:
+    def add_split(self, degrees: Degrees) -> None:
         """Adds placements with rings in as few micro-batches as possible, and in all micro-batches."""
-        fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // self.step.places))
+        fewest = max(1, -(-int(degrees.degree[degrees.degree > 1].sum()) // self.step.places))
         for stop in sorted({min(self.micro_batches, fewest), self.micro_batches}):
-            self.add(split, 0, stop)
+            self.add(degrees, 0, stop)
 
     def add_one_limit(self) -> None:
         """Adds placements with one limit for all documents."""
@@ -115,7 +115,7 @@ class Shortlist:
         even_ns = table.even_ns(self.micro_batches * self.step.places)
         seen = set()
         for share in self.settings.shares:
-            index = table.within(share * even_ns // 32)
+            index = table.smallest_degrees_within(share * even_ns // 32)
             if index.tobytes() not in seen:
                 seen.add(index.tobytes())
                 self.add_split(table.split(index))

@@ -70,7 +70,7 @@ class Muon(torch.optim.AdamW):
             self.rank, mine = ranks.rank(), shards[0]
             shards = [[] for _ in range(ranks.size())]
             dist.all_gather_object(shards, mine, group=ranks)
-        self.rounds = _rounds(_matrices(matrices, shards), len(shards))
+        self.turns = _turns(_matrices(matrices, shards), len(shards))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects its moments of every parameter
@@ -80,7 +80,7 @@ class Muon(torch.optim.AdamW):
         """Updates all parameters, and removes the gradients of matrices. Collective."""
         group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         directions = [self._direction(parameter, group_of[parameter]["momentum"]) for parameter in self.matrices]
-        for owned in self.rounds:
+        for owned in self.turns:
             for matrix, part, update in self._updates(owned, directions):
                 parameter = self.matrices[matrix.parameter]
                 group, weight = group_of[parameter], _rows(parameter)[part.in_shard]
@@ -106,7 +106,7 @@ class Muon(torch.optim.AdamW):
     def _updates(
         self, owned: Sequence[Sequence[Matrix]], directions: Sequence[torch.Tensor]
     ) -> Iterable[tuple[Matrix, Part, torch.Tensor]]:
-        """Returns this rank's parts of the updates of the matrices that each rank has `owned` in a round. Collective."""
+        """Returns this rank's parts of the updates of the matrices that each rank has `owned` in a turn. Collective."""
         mine, here = owned[self.rank], [_parts(matrices, self.rank) for matrices in owned]
         leaving = [[directions[matrix.parameter][part.in_shard] for matrix, part in parts if part.sent] for parts in here]
         there = [_parts(mine, rank) for rank in range(len(owned))]
@@ -143,22 +143,19 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
     return not any(place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
 
 
-def begin_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns the first row, of all matrices one below the other, and the first column of this rank's part of a parameter."""
-    offset: Sequence[int] = [0] * parameter.dim()
-    if isinstance(parameter, DTensor):
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0] * parameter.shape[1:-1].numel(), offset[-1] if parameter.dim() > 1 else 0
-
-
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a parameter, or of a tensor like it, as [rows of all its matrices, columns]."""
     return local_part(tensor).flatten(0, -2)
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int, int, int, bool]:
-    """Returns the first row and column, rows and columns of this rank's part of a parameter; whether it is the first copy."""
-    return *begin_of(parameter), *_rows(parameter).shape, is_first_copy(parameter)
+    """Returns the first row, of all matrices one below the other, first column, rows and columns of this rank's part of a
+    parameter; whether it is the first copy."""
+    offset: Sequence[int] = [0] * parameter.dim()
+    if isinstance(parameter, DTensor):
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    first_row = offset[0] * parameter.shape[1:-1].numel()
+    return first_row, offset[-1], *_rows(parameter).shape, is_first_copy(parameter)
 
 
 def _matrices(stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tuple[int, int, int, int, bool]]]) -> list[Matrix]:
@@ -179,18 +176,18 @@ def _matrices(stacked: Mapping[nn.Parameter, int], shards: Sequence[Sequence[tup
     return matrices
 
 
-def _rounds(matrices: Sequence[Matrix], ranks: int) -> list[list[list[Matrix]]]:
-    """Assigns each matrix to an owner, and to a round in which its owner gathers it: [rounds][ranks][matrices]."""
+def _turns(matrices: Sequence[Matrix], ranks: int) -> list[list[list[Matrix]]]:
+    """Assigns each matrix to an owner, and to a turn in which its owner gathers it: [turns][ranks][matrices]."""
     work, held = [0] * ranks, [0] * ranks
-    rounds: list[list[list[Matrix]]] = []
+    turns: list[list[list[Matrix]]] = []
     for matrix in sorted(matrices, key=lambda matrix: -orthogonalisation(matrix.shape)):
         owner = min(matrix.parts, key=lambda rank: (work[rank], rank))
-        while len(rounds) <= held[owner] // AT_ONCE:
-            rounds.append([[] for _ in range(ranks)])
-        rounds[held[owner] // AT_ONCE][owner].append(matrix)
+        while len(turns) <= held[owner] // AT_ONCE:
+            turns.append([[] for _ in range(ranks)])
+        turns[held[owner] // AT_ONCE][owner].append(matrix)
         work[owner] += orthogonalisation(matrix.shape)
         held[owner] += matrix.shape[0] * matrix.shape[1]
-    return rounds
+    return turns
 
 
 def _parts(matrices: Iterable[Matrix], rank: int) -> list[tuple[Matrix, Part]]:
