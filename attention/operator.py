@@ -253,8 +253,7 @@ def backward(
         if remote is not None:
             sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
             # Each computed round advances the returns by one hop: this hides messages and bounds those in flight.
-            way_back = this.return_gradients(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:]))
-            returning = _advanced([way_back, *returning])
+            returning = _advanced([this.send_back(next(round_numbers), remote.to(k.dtype), *(of_rows or sums[1:])), *returning])
         del received, remote
     dq, dk, dv = sums or this.zeros(q, k, v)
     if frozen:

@@ -157,7 +157,7 @@ class RingPass:
             self.in_flight -= 1
         yield incoming
 
-    def return_gradients(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
+    def send_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
         """Sends the gradients of a round's received rows back the same way, and adds the returned gradients to dk and dv.
 
         Posts one hop per step: the last hop immediately, the first hop one step later if two hops are possible. Several
