@@ -153,7 +153,7 @@ def why_not_run(command: list[str]) -> str:
         return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py and test_encoders.py run it"
     if "check-step" in command or "bench.check" in text:
         return "ends with 1, as it finds a fault, or takes minutes: tests/test_check_step.py"
-    if re.search(r"-m gpu|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
+    if re.search(r"-m gpu|cuda|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
         return "needs a GPU or minutes"
     return "other tests run it" if text in ("longctx prepare", "longctx config") or "finetune" in text else ""
 
