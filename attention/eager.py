@@ -41,7 +41,7 @@ def ring_attention(
 
 
 class Begin(torch.autograd.Function):
-    """`begin`, unobserved."""
+    """`operator.begin` as an autograd function alone, without torch's registry of operators."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -56,7 +56,7 @@ class Begin(torch.autograd.Function):
 
 
 class Forward(torch.autograd.Function):
-    """`forward`, unobserved."""
+    """`operator.forward`, in the same way."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:

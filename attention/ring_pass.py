@@ -158,7 +158,7 @@ class RingPass:
         yield incoming
 
     def send_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
-        """Sends the gradients of a round's received rows back the same way, and adds the returned gradients to dk and dv.
+        """Sends the gradients of a round's rows of K and V back to their owners, and adds those that return here to dk and dv.
 
         Posts one hop per step: the last hop immediately, the first hop one step later if two hops are possible. Several
         gradients of one row are added in ascending order of peers.

@@ -282,14 +282,14 @@ def _static(step: Step, plain: Any) -> Candidate:
     if step.degree is None:
         found: Candidate = plain(step)
         return found
-    assignment = place_fixed_static(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.degree)
+    assignment = place_fixed_static(step.profile, step.lengths, step.places, step.tokens_per_rank, step.degree)
     return step.candidate(f"static:{step.degree}", assignment)
 
 
 def _rival(step: Step, name: str) -> Candidate:
     from bench.rivals import RIVALS  # runs as a module, as this file does
 
-    assignment = RIVALS[name](step.profile, step.lengths, step.ranks, step.tokens_per_rank)
+    assignment = RIVALS[name](step.profile, step.lengths, step.places, step.tokens_per_rank)
     return step.candidate(name, assignment)
 
 

@@ -365,10 +365,8 @@ def documents_of(config: Config, path: Path, weighted: bool) -> list[list[tuple[
     """Returns tokens, shifted labels and their weights of every document of all steps."""
     store, steps, cursor = Store.open(path), [], 0
     assert config.data.max_length is not None
-    options = {"has_targets": store.has_targets, "long_documents": config.data.long_documents}
-    options |= {"partly": store.partly_trained}
-    limit, tokens = config.data.max_length, config.batch.global_tokens
-    sampler = Sampler(store.lengths, global_tokens=tokens, seed=config.train.seed, max_length=limit, **options)
+    limits = {"max_length": config.data.max_length, "long_documents": config.data.long_documents}
+    sampler = Sampler(store, global_tokens=config.batch.global_tokens, seed=config.train.seed, **limits)
     for _ in range(config.train.steps):
         pieces, cursor = sampler.step(cursor)
         step = []

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,6 +377,21 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
     assert torch.equal(ours.model.generate(ids, max_new_tokens=4, do_sample=False), generated)
     assert ours.model(ids).logits.shape == (1, 3, 128)
     restore(ours)  # does nothing
+
+
+def test_training_ends_when_the_step_after_the_last_one_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may wait for it; and a second training begins with a step of its own."""
+    ours, share = trainer(tmp_path, max_steps=1), Sharing.share
+
+    def slow(*given: Any, **named: Any) -> Any:
+        time.sleep(1)
+        return share(*given, **named)
+
+    monkeypatch.setattr(Sharing, "share", slow)
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    for _ in range(2):
+        ours.train()
+        assert ours._next[1].done()
 
 
 def groups_made(folder: Path) -> list[int]:

@@ -37,6 +37,8 @@ CONVERSATION_FORMATS = {
     "instruction-output": (("instruction", "output"), ("instruction", "response")),
 }
 """Required keys of each conversation format."""
+PAIRS = ("prompt-completion", "instruction-output")
+"""Formats of a prompt and an answer."""
 _REQUIRED = {key for groups in CONVERSATION_FORMATS.values() for group in groups for key in group}
 BESIDE = ("system", "tools", "functions", "weight")
 """Optional keys of every conversation."""

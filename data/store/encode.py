@@ -9,7 +9,7 @@ import numpy as np
 
 from longctx.data import TRUNCATED
 from longctx.data.records.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
-from longctx.data.records.formats import Document
+from longctx.data.records.formats import PAIRS, Document
 from longctx.data.records.left_out import EMPTY, left_out
 from longctx.data.records.messages import leaves
 from longctx.data.records.template import Rendered
@@ -63,7 +63,7 @@ class Encoder:
         return [self._rendered(document) if document.messages else None for document in documents]
 
     def _rendered(self, document: Document) -> Rendered | None:
-        is_pair = document.format in ("prompt-completion", "instruction-output") and not document.first_trained
+        is_pair = document.format in PAIRS and not document.first_trained
         *before, prompt, answer = document.texts if is_pair else ("", "")
         special = [] if self.request.special_as_text else self.tokenizer.special_tokens(prompt)
         if (len({*special}) > 1 or self._begin_text in special) and prompt.lstrip().startswith(special[0]):  # not <image> alone

@@ -130,6 +130,7 @@ BALANCE = ("balance.bias_rate", "balance.document_loss", "balance.z_loss")
 
 
 def _rows() -> Iterator[Row]:
+    """Yields all rows, by what conflicts: rows of one section may be in several of these functions."""
     yield Row("model.implementation is not auto", NEW_MODEL, "only a checkpoint can be run by other code")
     yield Row("model.new_tokens is not null", NEW_MODEL, "a new model has all entries of the data's tokenizer")
     yield Row("model.new_tokens is not null", LORA, "the embedding is frozen, and the adapters could not carry its new rows")

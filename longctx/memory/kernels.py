@@ -27,7 +27,7 @@ NODE = 8
 
 @cache
 def kernel_on_gpus(kernel: str, request: KernelRequest) -> Kernel | Library:
-    """Returns the kernel or flash library that the setting `context.kernel` chooses on this machine's GPU, or without one."""
+    """Returns the kernel of the setting `context.kernel`; for auto and flash the library on this machine's GPU, else triton."""
     if kernel not in ("auto", "flash"):
         return KERNELS[kernel]
     flash = KERNELS["flash"]

@@ -251,7 +251,7 @@ def exchange_groups(
     rows: torch.Tensor, timeout: timedelta, device: torch.device
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
     """Makes the groups of this rank's row of `rows` [groups, ranks] for messages of attention: for all of them, and on several
-    nodes another one for those between nodes. All ranks must call it, and warm both up.
+    nodes another one for those between nodes. All ranks must call it, and then `attention.warm_up` on both.
     """
     exchange = _my_group(rows, timeout, device)
     assert exchange is not None

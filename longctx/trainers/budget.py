@@ -75,7 +75,7 @@ class Workload:
         return cls(traits, spec, config, named, tower)
 
     def agreed(self, group: dist.ProcessGroup | None) -> "Workload":
-        """Returns the same with the profile that the ranks of `group` agree on, as on nodes of different sizes. Collective."""
+        """Returns the workload with the profile that all ranks agree on, as on nodes of different sizes. Collective."""
         if group is None:
             return self
         return replace(self, named=replace(self.named, profile=self.named.agreed(group)))
@@ -107,7 +107,7 @@ class Workload:
         return fitting * UNIT
 
     def _needed(self, tokens: int, all_logits: bool) -> int:
-        """Returns the bytes that a rank of so many tokens needs; without `all_logits` those of a chunk are estimated."""
+        """Returns the bytes that a rank of so many tokens needs; without `all_logits` it has those of a chunk."""
         ranks, device = self.traits.args.world_size, self.traits.args.device.type
         config = self.config.changed({"batch.tokens_per_rank": tokens})
         loads = list(full_loads(config, ranks, self.named.profile))

@@ -1,4 +1,8 @@
-"""Attaches dynamic context parallelism to a trainer, and takes it off."""
+"""Attaches dynamic context parallelism to a trainer, and takes it off.
+
+In order: all ranks compare their arguments, the first message; then they refuse what would not be exact, make groups, agree on
+profile and budget, and replace methods. Rings exchange K and V from the first step on (`longctx.trainers.step`).
+"""
 
 import contextlib
 import functools
@@ -111,7 +115,6 @@ def _replace_parts(traits: Traits, sharing: Sharing, merge_prefixes: bool) -> li
         sharing.vision = traits.model
         for model in models:
             undo.enter_context(replaced_method(model, "forward", reading_images))
-    undo.enter_context(replaced_method(trainer, "train", _wrapping_again))
     together: dict[str, Callable[..., Any]] = {"evaluation_loop": evaluating_together}
     merged = functools.partial(_record, trainer) if merge_prefixes and hasattr(trainer, "_metrics") else None
     if traits.kind == "steps":
@@ -123,6 +126,7 @@ def _replace_parts(traits: Traits, sharing: Sharing, merge_prefixes: bool) -> li
                 undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
         else:
             _plan_outputs(traits, undo, PlannedBase(sharing, None if sharing.predicts_masked else merged))
+    undo.enter_context(replaced_method(trainer, "train", _wrapping_again))  # around the train of WholeSteps
     for name, method in together.items() if sharing.ids_group is not None else ():
         undo.enter_context(replaced_method(trainer, name, functools.partial(method, sharing)))
     return notes

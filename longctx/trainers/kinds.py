@@ -30,7 +30,7 @@ class Traits:
     Attributes:
         model: the model of transformers, inside the trainer's model and its adapters.
         adapters: configs of peft, by name.
-        of_trl: name of the trainer of TRL that it is or extends; None for others.
+        of_trl: name of TRL's nearest class that it is or extends; None for others.
         kind: what its loss needs; of a trainer that is not supported, "steps".
         token_sum: whether losses of a subclass are said to be sums over tokens.
         pairs, images, masked: whether the model is an encoder-decoder, reads images, or predicts masked tokens.

@@ -46,7 +46,7 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
 def _trainer_problems(traits: Traits) -> Iterator[str]:
     trainer = traits.trainer
     if traits.of_trl not in (None, *KINDS):
-        yield f"{traits.of_trl} is not supported: use transformers.Trainer, {', '.join(KINDS)} or a subclass of those"
+        yield f"{traits.of_trl} is not supported: use transformers.Trainer, {', '.join(KINDS)} or your own subclass of those"
     if trainer.model_init is not None:
         yield "model_init builds another model when training begins: pass model=model_init() instead"
     if trainer.compute_loss_func is not None and traits.kind != "rows":

@@ -72,7 +72,7 @@ OPTIMIZERS = {
         _eight_bit, lambda parameters, matrices: 2 * (parameters + parameters * FLOAT32 // 256), fused=False
     ),
 }
-"""Optimizers by name."""
+"""Optimizers by name; those that need a package are also in `_missing` of `longctx.config.rules`."""
 
 
 def make_optimizer(

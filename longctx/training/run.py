@@ -16,7 +16,7 @@ from longctx.training.saved.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Run:
-    """A run before its processes join.
+    """A run as one rank has opened it: no process groups.
 
     Attributes:
         config: settings, with steps for epochs.

@@ -34,9 +34,9 @@ def bin_degrees(step: Step) -> Integers:
 
 def pack_bins(step: Step, degrees: Integers) -> Assignment:
     """Packs documents at these degrees, as mode auto does, into the fewest micro-batches that work."""
-    split, micro_batches = step.split(degrees), step.fewest_micro_batches
+    chosen, micro_batches = step.with_degrees(degrees), step.fewest_micro_batches
     while True:
-        rings = place_rings(step, split, micro_batches, 0, micro_batches)
+        rings = place_rings(step, chosen, micro_batches, 0, micro_batches)
         assignment = fill(rings) if rings else None
         if rings and assignment:
             return even_out(rings, assignment, ROUNDS)

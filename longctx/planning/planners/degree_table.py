@@ -36,7 +36,7 @@ class DegreeTable:
         self.work = short_ns + int(self.least_work.sum())
         self.short_ns_per_token = short_ns / max(1, int(step.single_tokens[short].sum()))
 
-    def split(self, index: Integers) -> Degrees:
+    def with_degrees(self, index: Integers) -> Degrees:
         """Returns all documents with long ones at the given degrees (indices into `degrees`) and the others in one place."""
         row, step = np.arange(len(self.long)), self.step
         degree, time, tokens = np.ones_like(step.lengths), step.single_ns.copy(), step.single_tokens.copy()

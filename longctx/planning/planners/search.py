@@ -103,7 +103,7 @@ class Shortlist:
         if rings := place_rings(self.step, degrees, self.micro_batches, start, stop):
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
-    def add_split(self, degrees: Degrees) -> None:
+    def add_everywhere(self, degrees: Degrees) -> None:
         """Adds placements with rings in as few micro-batches as possible, and in all micro-batches."""
         fewest = max(1, -(-int(degrees.degree[degrees.degree > 1].sum()) // self.step.places))
         for stop in sorted({min(self.micro_batches, fewest), self.micro_batches}):
@@ -118,7 +118,7 @@ class Shortlist:
             index = table.smallest_degrees_within(share * even_ns // 32)
             if index.tobytes() not in seen:
                 seen.add(index.tobytes())
-                self.add_split(table.split(index))
+                self.add_everywhere(table.with_degrees(index))
 
 
 def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
@@ -129,7 +129,7 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
     fewest.add_one_limit()
     if roomy and fewest.best:
         for rings in fewest.best[: settings.promising]:
-            more.add_split(step.split(rings.degree))
+            more.add_everywhere(step.with_degrees(rings.degree))
     else:
         more.add_one_limit()
     return [plan for shortlist in (fewest, more) for plan in _filled(shortlist.best[: 2 * settings.filled], settings.filled)]
@@ -150,7 +150,7 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
         for micro_batches, dense in itertools.product((most, most + 1), (False, True)):
             start, stop = np.zeros_like(step.lengths), np.full_like(step.lengths, micro_batches)
             start[table.long], stop[table.long] = number, number + 1
-            if rings := place_rings(step, table.split(index), micro_batches, start, stop, dense=dense):
+            if rings := place_rings(step, table.with_degrees(index), micro_batches, start, stop, dense=dense):
                 plans.append((rings.estimate_ns + micro_batches * launch_ns, rings))
     return _filled([rings for _, rings in sorted(plans, key=lambda each: each[0])], table.settings.filled)
 

@@ -91,7 +91,7 @@ class Step:
         return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
     def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":
-        """Returns the same, or None if a lower bound of the makespan reaches the limit."""
+        """Returns the `candidate` of an assignment; None if a lower bound of its makespan reaches the limit."""
         scored = self.score(assignment)
         return None if scored.makespan_ns >= limit else self.candidate(winner, assignment, scored)
 
@@ -101,7 +101,7 @@ class Step:
             return places
         return Assignment(places.micro_batch, places.first_rank * self.block, places.degree * self.block, places.reversed)
 
-    def split(self, degrees: Integers) -> "Degrees":
+    def with_degrees(self, degrees: Integers) -> "Degrees":
         time, tokens = self.single_ns.copy(), self.single_tokens.copy()
         rings = np.flatnonzero(degrees > 1)
         time[rings] = self.alone_ns(rings, degrees[rings])

@@ -2,8 +2,8 @@
 
 A checkpoint is sharded by `torch.distributed.checkpoint`, written to `step-000100.partial`, and renamed when all files are on
 disk, so that an interrupted write is never used. `state.json`, written last, has the step, the position in the data, the
-model's shape, and sizes and checksums of the other files. A checkpoint is verified before it is used; a damaged one is named,
-and neither used nor deleted.
+model's shape, and sizes and checksums of the other files. A checkpoint is verified before it is used; a damaged one is named
+and not used, until a run reaches its step again and replaces it, or keeps fewer checkpoints.
 """
 
 import errno

@@ -224,7 +224,7 @@ class _Copies:
 
 
 def publish(run: Path, final: Path, state: dict[str, Any], checksums: dict[str, str]) -> None:
-    """Makes the folder `final`.partial the checkpoint `final`, and `latest` its link."""
+    """Writes state.json, which makes the folder `final`.partial whole, renames it to `final`, and makes `latest` its link."""
     partial = final.with_suffix(".partial")
     sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     with (partial / STATE).open("w", encoding="utf-8") as stream:
