@@ -93,6 +93,18 @@ def test_a_step_on_other_data_has_no_known_fault() -> None:
     assert report.status == 2 and "no token of the probe was in a call of the model" in report.lines()[0]
 
 
+def test_a_step_without_gradients_is_refused() -> None:
+    def make(probe: Probe) -> Step:
+        model = probe.model()
+        with record(model) as seen:
+            model(torch.tensor([probe.documents[0]])).logits.sum().backward()
+            model.zero_grad()
+            return seen.step()
+
+    with pytest.raises(CheckError, match="no parameter has a gradient: was the step read after zero_grad"):
+        check_step(make, [SHORT])
+
+
 def test_autocast_is_refused() -> None:
     """Accelerate keeps its mixed precision for every later Accelerator of a process."""
 

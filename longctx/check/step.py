@@ -121,6 +121,8 @@ def _step(made: Any, probe: Probe) -> Step:
 
 def _judged(step: Step, probe: Probe, allow: Sequence[str]) -> Verdict:
     record = gather(step, Tokens(probe))
+    if not record.gradients:
+        raise CheckError("no parameter has a gradient: was the step read after zero_grad?")
     if not record.documents:
         return Verdict(probe, [Finding(UNEXPLAINED, "no token of the probe was in a call of the model")], residual=1.0)
     with torch.random.fork_rng(devices=[]):
