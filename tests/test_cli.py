@@ -142,13 +142,16 @@ def test_user_errors_have_no_traceback(
     assert (captured.out, captured.err) == ("", message)
 
 
-@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [10.0])])
-def test_rank_0_tells_an_error_of_all_ranks_first(
-    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rank: str | None, waits: list[float]
+@pytest.mark.parametrize(
+    ("ranks", "waits"), [((), []), (("0", "0"), []), (("1", "1"), [10.0]), (("8", "0"), [2.0]), (("9", "1"), [10.0])]
+)
+def test_one_rank_of_each_node_tells_an_error_of_all_ranks_first(
+    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch, ranks: tuple[str, ...], waits: list[float]
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr("longctx.parallel.environment.time.sleep", waited.append)
-    monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    for name, value in zip(("RANK", "LOCAL_RANK"), ranks or (None, None), strict=True):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     command(fails(UserError("this, by that rule: do so")))
     assert cli.main(["plan"]) == 2
     assert waited == waits

@@ -31,9 +31,12 @@ class Launch:
 
 
 def wait_for_rank_0() -> None:
-    """Waits 10 s, but for rank 0, whose end ends this process: of an error of all ranks, it alone tells."""
+    """Waits, but for rank 0, so that one rank of each node tells an error of all: its launcher then ends the others there.
+
+    The first rank of another node waits 2 s, and all others 10 s.
+    """
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10.0)
+        time.sleep(2.0 if os.environ.get("LOCAL_RANK", "0") == "0" else 10.0)
 
 
 def processes_per_node(ranks: int) -> int | None:
