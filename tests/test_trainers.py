@@ -658,6 +658,14 @@ def test_settings_that_ddp_does_not_bear_are_refused(
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
 
 
+def test_devices_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transformers' choice on a laptop."""
+    ours = trainer(tmp_path)
+    monkeypatch.setattr(type(ours.args), "device", torch.device("mps"))
+    with pytest.raises(TrainerError, match="the trainer is on mps, for which there are no kernels: set use_cpu=True"):
+        dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
 def as_trl(name: str) -> Callable[[Any], None]:
     """Makes a trainer one of TRL's, by its class alone."""
 

@@ -83,6 +83,8 @@ def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
 
 def _argument_problems(traits: Traits) -> Iterator[str]:
     trainer, args, accelerator = traits.trainer, traits.args, traits.trainer.accelerator
+    if args.device.type not in ("cpu", "cuda"):
+        yield f"the trainer is on {args.device.type}, for which there are no kernels: set use_cpu=True in its arguments"
     smoothed = traits.of_trl is None and not traits.pairs
     for name in ("torch_compile", "use_liger_kernel", *["label_smoothing_factor"] * (not smoothed)):
         if getattr(args, name, None):
