@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longctx.attention.kernels import KERNELS, KernelRequest, reference
-from longctx.attention.kernels.contract import Options
+from longctx.attention.kernels.contract import BackwardSizes, Options
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.segments import Segment
 from longctx.cli import main
@@ -204,13 +205,18 @@ def test_what_only_some_models_need_is_counted(field: str, moment: str, part: st
     assert counted(2 * 10**9) - counted(10**9) == bytes_each * 10**9
 
 
-def test_which_kernel_is_counted() -> None:
+def test_which_kernel_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     request = KernelRequest("cuda", torch.bfloat16, 128, 128)
     found = [kernels.kernel_on_gpus(name, request) for name in ("auto", "flash", "triton")]
     assert found[2] is KERNELS["triton"]
     if not torch.cuda.is_available():
-        assert found[:2] == [LIBRARIES[-1]] * 2
+        sizes = BackwardSizes(request, 100, 200, 200, 8, 2)
+        assert [kernel.workspace(sizes) for kernel in found[:2]] == [LIBRARIES[-1].workspace(sizes)] * 2
         assert kernels.kernel_on_gpus("auto", request._replace(dtype=torch.float32)) is KERNELS["triton"]
+    refuses, runs = SimpleNamespace(refusal=lambda request: "no"), SimpleNamespace(refusal=lambda request: None)
+    monkeypatch.setattr(kernels, "KERNELS", {"flash": refuses, "another": runs, "reference": runs})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernels.kernel_on_gpus("auto", request._replace(head_dim=512)) is runs
 
 
 BASE = ["model.preset=llama-3.1-8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"]

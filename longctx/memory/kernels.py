@@ -1,9 +1,8 @@
 """Memory of a GPU beside the tensors of a run: the workspace of attention kernels, the CUDA context and NCCL's buffers.
 
-Every kernel and library counts its workspace, which its backward allocates and frees; without a GPU, that of torch's own
-library is assumed, as it is always there and needs the most. The rest others have measured, not we: on 8 H100s a context with
-a communicator took 1.06 GB, and 4.34 GB once every pair of ranks had sent messages (NVIDIA/nccl, issue 1685); on 4 A100s a
-communicator took 0.69 GB (issue 964). Other nodes add little, as messages share few buffers.
+Every kernel counts its workspace, which its backward allocates and frees. The rest others have measured, not we: on 8 H100s a
+context with a communicator took 1.06 GB, and 4.34 GB once every pair of ranks had sent messages (NVIDIA/nccl, issue 1685); on 4
+A100s a communicator took 0.69 GB (issue 964). Other nodes add little, as messages share few buffers.
 """
 
 from functools import cache
@@ -12,9 +11,6 @@ import torch
 
 from longctx.attention.kernels import KERNELS, Kernel, KernelRequest
 from longctx.attention.kernels.contract import BackwardSizes
-from longctx.attention.kernels.flash import Flash
-from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.attention.kernels.flash_library import Library
 from longctx.config import Config
 from longctx.planning.cost.spec import LayerSpec
 
@@ -26,15 +22,16 @@ NODE = 8
 
 
 @cache
-def kernel_on_gpus(kernel: str, request: KernelRequest) -> Kernel | Library:
-    """Returns the kernel of the setting `context.kernel`; for auto and flash the library on this machine's GPU, else triton."""
-    if kernel not in ("auto", "flash"):
-        return KERNELS[kernel]
-    flash = KERNELS["flash"]
-    library = "needs a GPU" if request.dtype == torch.float32 else LIBRARIES[-1]
-    if torch.cuda.is_available() and isinstance(flash, Flash):
-        library = flash.library(request)
-    return KERNELS["triton"] if isinstance(library, str) else library
+def kernel_on_gpus(name: str, request: KernelRequest) -> Kernel:
+    """Returns the kernel of the setting `context.kernel`; for auto and flash the first one that this machine's GPU can run.
+
+    Without a GPU, flash is taken to run all but float32.
+    """
+    if name not in ("auto", "flash"):
+        return KERNELS[name]
+    if not torch.cuda.is_available():
+        return KERNELS["triton" if request.dtype == torch.float32 else "flash"]
+    return next(kernel for kernel in KERNELS.values() if kernel.refusal(request) is None)
 
 
 def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -> int:
