@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
-from longctx.hf.lora import merge, write_adapter
+from longctx.hf.lora import merge, with_adapters, write_adapter
+from longctx.hf.spec import spec_of
 from longctx.planning.cost.work import work_of
 from longctx.training.metrics import model_flops
+from tests.huggingface_cases import build_model
 from tests.lora_cases import (
     draw,
     gathered_losses,
@@ -43,6 +46,18 @@ MODES = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
     return {kind: make_checkpoint(folder, kind) for kind in KINDS}
+
+
+def test_sizes_count_adapters_once() -> None:
+    """Also of a model to which peft has added them, as inside trainers."""
+    hf = build_model("llama", "eager")
+    plain = spec_of(hf, hf.model.layers)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear"), hf)
+    found = with_adapters(spec_of(hf, hf.model.layers), hf.model.layers, hf)
+    assert found.parameters == sum(weight.numel() for weight in hf.parameters())
+    assert found.trained_parameters == sum(weight.numel() for weight in hf.parameters() if weight.requires_grad)
+    assert [layer.matrix_parameters for layer in found.layers] == [layer.matrix_parameters for layer in plain.layers]
+    assert {layer.adapter_width for layer in found.layers} == {7 * 4}
 
 
 def test_other_adapters_or_another_base_are_refused_on_resume(

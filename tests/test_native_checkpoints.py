@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from longctx.cli import main
 from longctx.hf.source import pretrained
+from longctx.hf.spec import _matrix
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.families import FAMILIES, expressed
 from longctx.model.presets import PRESETS, NoNativeModel
@@ -56,6 +57,12 @@ def test_logits_and_gradients_are_those_of_transformers(checkpoints: dict[str, P
     gradients = {key: weight.grad for key, weight in theirs.named_parameters()}
     found = ours.to_checkpoint({key: weight.grad for key, weight in ours.named_parameters()})
     assert largest_error(found, as_saved(CASES[name][0], gradients)) < 1e-4
+
+
+def test_stacked_experts_that_all_tokens_use_are_no_experts_of_a_router() -> None:
+    shared, routed = (_matrix(torch.empty(count, 6, 4), experts=8, chosen=2) for count in (3, 8))
+    assert (shared.count, shared.used, routed.count, routed.used) == (3, 3, 8, 2)
+    assert shared.size == routed.size == 24
 
 
 @pytest.mark.parametrize("name", CASES)

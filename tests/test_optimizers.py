@@ -17,12 +17,15 @@ from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.memory.loads import Load
 from longctx.memory.model import RankMemory
+from longctx.model.decoder import Decoder
 from longctx.model.experts import Experts
+from longctx.model.presets import PRESETS
 from longctx.model.protocol import generator_of
 from longctx.training.agreement import require_same_copies
 from longctx.training.checks import changes_of_optimizer, check_groups
-from longctx.training.optimizer import OPTIMIZERS, learning_rate, set_learning_rate
+from longctx.training.optimizer import OPTIMIZERS, learning_rate, matrices_of, set_learning_rate
 from longctx.training.optimizers.eight_bit import EightBit, plain
+from longctx.training.optimizers.muon import work_of_rank
 from longctx.training.run_profile import run_profile
 from tests.marks import slow_unless
 from tests.training_cases import start, train, train_then_save, whole
@@ -205,6 +208,13 @@ def test_muon_takes_less_state_and_more_time(tmp_path: Path) -> None:
     spec, load_ = configs["adamw"].model_source(32_000).spec, Load(1024, 0, 0, 0, 0, 1)
     adam_memory, muon_memory = (RankMemory(spec, config, 8, load_, True, 0).fixed for config in configs.values())
     assert 0.5 < muon_memory.optimizer / adam_memory.optimizer < 0.65
+
+
+def test_work_of_muon_counts_the_matrices_that_it_updates() -> None:
+    """Also those of routers."""
+    shape = PRESETS["tiny-moe"].model_copy(update={"vocab_size": 64})
+    updated = sum(parameter.numel() for parameter in matrices_of(Decoder(shape)))
+    assert work_of_rank(shape.spec, 2)[1] == updated / 2
 
 
 def rates(steps: int = 10, **settings: Any) -> list[float]:

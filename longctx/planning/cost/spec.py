@@ -93,7 +93,7 @@ class LayerSpec:
     Attributes:
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP, or of all experts that a token uses.
-        matrices: its matrices, which sums over them count.
+        matrices: all its matrices; the properties below are sums over them.
         vectors: parameters of norms and biases.
         window: attention window in tokens, the token itself included; None: no window.
         attention_norms: values per token that norms of heads keep for backward.
