@@ -15,6 +15,7 @@ from longctx.parallel.device import record_messages
 from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.peers import Peers
+from longctx.paths import local_path
 from longctx.report import print_end, print_start
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
@@ -55,6 +56,7 @@ def train(
     for an error after the processes joined, which is printed to standard error.
     Raises UserError for everything that is wrong before the processes join.
     """
+    continued = None if continued is None else local_path(continued)
     check(config, world_size=Launch.read().world_size)
     run = _prepare(config, resume or step is not None, step, resume_if_any, continued, trace_steps)
     config, rank, peers = run.config, run.launch.rank, None

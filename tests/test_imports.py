@@ -18,19 +18,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
-CORE = {"errors", "checksums", "units", "tokenizer_files", "planning", "attention", "data", "model", "hf", "config", "parallel"}
+CORE = {"errors", "paths", "checksums", "units", "tokenizer_files"}
+CORE |= {"planning", "attention", "data", "model", "hf", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
     "safe_yaml": {"errors"},
+    "paths": {"errors"},
     "checksums": set(),
     "units": set(),
     "tokenizer_files": {"errors"},
-    "planning": {"errors", "safe_yaml"},
+    "planning": {"errors", "paths", "safe_yaml"},
     "attention": {"errors", "planning"},
-    "data": {"errors", "checksums", "tokenizer_files", "planning"},
-    "model": {"errors", "tokenizer_files", "planning", "attention"},
+    "data": {"errors", "paths", "checksums", "tokenizer_files", "planning"},
+    "model": {"errors", "paths", "tokenizer_files", "planning", "attention"},
     "hf": {"errors", "tokenizer_files", "planning", "attention", "model"},
-    "config": {"errors", "safe_yaml", "units", "planning", "model", "hf"},
+    "config": {"errors", "paths", "safe_yaml", "units", "planning", "model", "hf"},
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},
     "training": CORE | {"safe_yaml"},
     "memory": CORE | {"training"},

@@ -34,6 +34,7 @@ from longctx.data.records.readers import (
     read_text,
 )
 from longctx.errors import brief
+from longctx.paths import expanded
 
 STANDARD_LIBRARY = "python-stdlib"
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
@@ -227,6 +228,7 @@ def open_corpus(
     for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
             raise CorpusError(f"{name} is {limit}: it must be at least 1")
+    source = expanded(source)
     if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
         if as_text:
             raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")

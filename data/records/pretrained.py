@@ -15,6 +15,7 @@ import numpy as np
 
 from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import first_line, install
+from longctx.paths import expanded
 from longctx.tokenizer_files import TOKENIZER_FILES, find, read_json
 
 ENDS = "generation_config.json"
@@ -54,6 +55,7 @@ class Pretrained:
         `end_of_document` is the token that ends a text; None: the one in tokenizer_config.json or generation_config.json.
         Raises TokenizerError naming what is missing or wrong, and the way out.
         """
+        name = expanded(name)
         folder = Path(name) if Path(name).is_dir() else _from_hub(name)
         try:
             from transformers import AutoTokenizer

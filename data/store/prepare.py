@@ -25,6 +25,7 @@ from longctx.data.store.folder import NOTES, partial_folder, present, put_in_pla
 from longctx.data.store.manifest import TOKENIZER, TOKENIZER_FILES, Counts, Manifest, StoreError
 from longctx.data.store.request import StoreRequest
 from longctx.data.store.writer import Progress, write_dataset_files, write_parts
+from longctx.paths import local_path
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
@@ -64,7 +65,7 @@ def prepare(
         ChatError: the template refuses a conversation, or a conversation has no token to train on.
         StoreError: `out` must not be replaced, or another process is preparing it.
     """
-    corpus, out = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)), Path(out)
+    corpus, out = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)), local_path(out)
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)

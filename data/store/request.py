@@ -14,6 +14,7 @@ from longctx.data.records.corpus import Corpus
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.template import Template, marks_generation
 from longctx.data.records.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
+from longctx.paths import expanded
 
 TREATMENTS = ("error", "drop", *TRUNCATED)
 """What may happen to conversations that are too long."""
@@ -49,6 +50,8 @@ class StoreRequest:
     special_as_text: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("tokenizer", "chat_template"):
+            object.__setattr__(self, name, expanded(getattr(self, name)))
         if self.train_on not in TRAIN_ON:
             raise ChatError(f"train_on is {self.train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
         if self.max_length is not None and self.max_length < 2:

@@ -37,6 +37,7 @@ from longctx.data.records.tokenizer import Tokenizer
 from longctx.data.store.manifest import ARROW, TOKENIZER, Manifest, StoreError, damaged
 from longctx.data.store.mapped import Batch, MappedFile
 from longctx.errors import shell
+from longctx.paths import local_path
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -114,7 +115,7 @@ class Store:
     @classmethod
     def open(cls, path: Path | str) -> "Store":
         """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out."""
-        path = Path(path)
+        path = local_path(path)
         manifest = Manifest.load(path)
         try:
             for name in manifest.files:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import check_writable
+from longctx.commands.output import a_name, a_path, check_writable
 from longctx.config import load, overview
 from longctx.errors import UserError
 
@@ -21,10 +21,13 @@ FAR_OFF = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`")
-    parser.add_argument("--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="profile to write or replace")
+    parser.add_argument(
+        "config", nargs="?", type=a_path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`"
+    )
+    parser.add_argument("--out", type=a_path, default=Path("profile.yaml"), metavar="FILE", help="profile to write or replace")
     parser.add_argument(
         "--base",
+        type=a_name,
         metavar="PROFILE",
         help="profile for constants that are not measured: overlap, the penalty of splitting, on one process the network "
         "(default: by device, as for context.profile)",

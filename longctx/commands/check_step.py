@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
 
+from longctx.commands.output import a_path
 from longctx.errors import UserError
 
 SUMMARY = "Name what is wrong with packing, padding, accumulation or context parallelism in a step of any trainer"
@@ -11,7 +11,7 @@ PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", type=Path, metavar="FILE", help="Python file with `make(probe)`: see docs/check-step.md")
+    parser.add_argument("script", type=a_path, metavar="FILE", help="Python file with `make(probe)`: see docs/check-step.md")
     parser.add_argument("--make", default="make", metavar="FUNCTION", help="function of the file (default: %(default)s)")
     parser.add_argument("--probe", action="append", metavar="NAME", help="only this probe; may be repeated (default: all)")
     parser.add_argument("--allow", action="append", default=[], metavar="FAULT", help="a fault that is meant, as it is printed")

@@ -8,11 +8,10 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands.lengths import add_planning_options, add_source_options, add_step_options, kind_of_source, open_source
-from longctx.commands.output import check_writable, progress_bar, write_csv
+from longctx.commands.output import a_path, check_writable, progress_bar, write_csv
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_step_options(parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS})")
     output = parser.add_argument_group("output")
-    output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one per step and planner")
+    output.add_argument("--csv", type=a_path, metavar="F", help="write all rows, one per step and planner")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
 
 

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import a_path
 from longctx.config import Config, load, overview
 from longctx.errors import UserError
 from longctx.units import format_bytes, format_count
@@ -20,7 +20,7 @@ OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults if omitted")
+    parser.add_argument("config", nargs="?", type=a_path, metavar="CONFIG", help="YAML file of settings; defaults if omitted")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of the run, one process on each")
     parser.add_argument(
         "--all", action="store_true", help="show every choice of recomputation and resharding, also on more GPUs"

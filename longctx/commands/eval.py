@@ -3,9 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import a_name, a_path
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,10 +25,11 @@ OVERRIDES = PROCESSES = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
+        type=a_name,
         metavar="RUN|DIR",
         help="run folder, evaluated at its newest checkpoint; or a transformers checkpoint: a folder, or OWNER/NAME on the hub",
     )
-    parser.add_argument("--store", type=Path, help="store to evaluate on (default: the validation documents of the run)")
+    parser.add_argument("--store", type=a_path, help="store to evaluate on (default: the validation documents of the run)")
     parser.add_argument("--documents", type=int, metavar="N", help="evaluate only the first N documents (default: all)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.epilog = (

@@ -2,8 +2,8 @@
 
 import argparse
 import re
-from pathlib import Path
 
+from longctx.commands.output import a_path
 from longctx.errors import UserError
 
 SUMMARY = "Write a checkpoint of a run as a folder that transformers loads: safetensors, config, tokenizer"
@@ -11,8 +11,8 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (train.run_dir)")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist unless --overwrite is given")
+    parser.add_argument("run", type=a_path, metavar="RUN", help="run folder (train.run_dir)")
+    parser.add_argument("out", type=a_path, metavar="OUT", help="folder to write; must not exist unless --overwrite is given")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest complete one)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file of weights, e.g. 500MB")
     parser.add_argument(

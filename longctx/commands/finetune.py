@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longctx.commands import prepare
 from longctx.commands.lengths import add_stand_in_options, stands_in
+from longctx.commands.output import a_name, a_path
 from longctx.config import Config, load
 from longctx.config.problems import yaml_text
 from longctx.config.reading import Values
@@ -34,14 +35,16 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="transformers checkpoint: a folder, or OWNER/NAME on the hub")
+    parser.add_argument(
+        "model", type=a_name, metavar="MODEL", help="transformers checkpoint: a folder, or OWNER/NAME on the hub"
+    )
     data = "JSONL, Parquet, a folder of them, or as `longctx prepare --source` takes; omit it with --lengths or --mix"
-    parser.add_argument("data", nargs="?", metavar="DATA", help=data)
-    parser.add_argument("--out", type=Path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA)")
+    parser.add_argument("data", nargs="?", type=a_name, metavar="DATA", help=data)
+    parser.add_argument("--out", type=a_path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA)")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank instead of all parameters")
     parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps takes precedence")
     parser.add_argument("--processes", type=int, metavar="N", help="processes (default: one per GPU, or two on a CPU)")
-    parser.add_argument("--config", type=Path, metavar="YAML", help="settings that replace this command's defaults")
+    parser.add_argument("--config", type=a_path, metavar="YAML", help="settings that replace this command's defaults")
     only = "write the store and the settings, and print the command to train"
     parser.add_argument("--prepare-only", action="store_true", help=only)
     dry = "the same, and say how many steps a run on --processes has, how long they take and whether they fit, by prediction"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import a_name, a_path
 from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
@@ -29,20 +30,23 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     sources.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
     sources.add_argument(
         "--lengths",
-        type=Path,
+        type=a_path,
         metavar="FILE|STORE",
         help="document lengths: a text file with one length per line, or a store written by `longctx prepare`",
     )
     profiles = ", ".join(shipped_profiles())
     parser.add_argument(
-        "--profile", default=DEFAULT_PROFILE, help=f"hardware profile: a YAML or JSON file, or one of {profiles}"
+        "--profile",
+        type=a_name,
+        default=DEFAULT_PROFILE,
+        help=f"hardware profile: a YAML or JSON file, or one of {profiles}",
     )
 
 
 def add_stand_in_options(parser: argparse.ArgumentParser) -> None:
     instead = parser.add_mutually_exclusive_group()
     lengths = "--dry-run: lengths in place of data, one per line, or those of a store"
-    instead.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=lengths)
+    instead.add_argument("--lengths", type=a_path, metavar="FILE|STORE", help=lengths)
     mix = f"--dry-run: documents of a length mix in place of data: {', '.join(mix_names())}"
     instead.add_argument("--mix", metavar="NAME", help=mix)
 

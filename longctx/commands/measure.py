@@ -3,10 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import check_writable
+from longctx.commands.output import a_path, check_writable
 from longctx.config import load, overview
 from longctx.errors import raise_together
 
@@ -18,7 +17,9 @@ OVERRIDES = PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`")
+    parser.add_argument(
+        "config", nargs="?", type=a_path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`"
+    )
     parser.add_argument(
         "--modes",
         default="auto,static",
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of each mode")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="warm-up steps, not measured")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurements of every step and mode as JSON")
+    parser.add_argument("--out", type=a_path, metavar="FILE", help="write the measurements of every step and mode as JSON")
     parser.add_argument("--json", action="store_true", help="print them as JSON instead of the table")
     parser.epilog = (
         "Nothing is saved. Give the profile of this machine, for predictions: longctx measure run.yaml --processes 8 "

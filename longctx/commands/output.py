@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.errors import UserError
+from longctx.paths import PathError, expanded
 
 if TYPE_CHECKING:
     from longctx.data.store.writer import Progress as Show
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg", ".pdf")
 LINES_EVERY_S = 10
 """Seconds between two lines of progress where there is no terminal."""
+
+
+def a_path(text: str) -> Path:
+    """Returns the path that an argument names, as `type` of argparse."""
+    return Path(a_name(text))
+
+
+def a_name(text: str) -> str:
+    """Returns an argument that is a path or a name, its `~` and `$NAME` expanded, as `type` of argparse."""
+    try:
+        return expanded(text)
+    except PathError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def check_writable(path: Path | None) -> None:

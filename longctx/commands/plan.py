@@ -15,7 +15,7 @@ from longctx.commands.lengths import (
     read_lengths,
     refuse_other_kinds,
 )
-from longctx.commands.output import check_picture
+from longctx.commands.output import a_path, check_picture
 from longctx.planning.pipeline import Pipeline
 from longctx.planning.plan import MODES
 from longctx.units import whole_number
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument(
         "--png",
-        type=Path,
+        type=a_path,
         metavar="F",
         help="draw the plan into this file (.png, .svg or .pdf), below fixed static: one degree for all documents",
     )

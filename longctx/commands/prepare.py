@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.commands.output import progress_bar
+from longctx.commands.output import a_name, a_path, progress_bar
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ SUMMARY = "Turn text and conversations into a store of tokenized documents"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
+        type=a_name,
         default="python-stdlib",
         help="data to read: a file of records (.jsonl, .ndjson, .json, .csv, .tsv, each also as .gz or .zst, .parquet, .arrow, "
         "Megatron's .idx with .bin) or text, a folder of those, a dataset saved by `datasets`, OWNER/NAME of the hub, or "
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ShareGPT conversations, prompt and completion, instruction and output, text, "
         "or token ids (with a --tokenizer); the format is detected by the keys",
     )
-    parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
+    parser.add_argument("--out", type=a_path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_data_arguments(parser)
@@ -47,6 +48,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--tokenizer",
+        type=a_name,
         default="bpe",
         help="bpe: train a byte-level BPE on the source; bytes: one token per byte; the path of a tokenizer.json; or a "
         "transformers checkpoint (a folder, or OWNER/NAME on the hub), whose end-of-text token and chat template are used too",
@@ -63,6 +65,7 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--chat-template",
+        type=a_name,
         default="auto",
         metavar="auto|chatml|FILE",
         help="chat template of conversations; auto: the checkpoint's, or ChatML if it has none; chatml; or a Jinja file, for "

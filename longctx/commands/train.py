@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from longctx.commands.lengths import add_stand_in_options, stands_in
+from longctx.commands.output import a_path
 from longctx.config import load, overview
 from longctx.errors import UserError
 
@@ -12,7 +13,7 @@ OVERRIDES = PROCESSES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings (default: none)")
+    parser.add_argument("config", nargs="?", type=a_path, metavar="CONFIG", help="YAML file of settings (default: none)")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--continue",
         dest="continued",
-        type=Path,
+        type=a_path,
         metavar="RUN",
         help="begin with weights, moments, step and place in the data of another run, such as one with shorter documents; "
         "train.steps counts the steps of both",

@@ -13,6 +13,7 @@ from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
 from longctx.config.settings import LARGEST, LORA_RATE
+from longctx.paths import PathError, local_path
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
@@ -70,7 +71,7 @@ def load(
     source = (
         " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides or defaults)) or "the defaults"
     )
-    values = {} if path is None else _read(Path(path))
+    values = {} if path is None else _read(local_path(path))
     for section, settings in (defaults or {}).items():
         own_values = values.setdefault(section, {})
         if isinstance(own_values, dict):
@@ -172,6 +173,9 @@ def _explain(details: ErrorDetails) -> Problem:
     if not keys:
         return Problem(name, value, "a section must be a mapping of settings", f"write {section}: {{key: value}}")
     setting = SETTINGS[name]
+    error = details.get("ctx", {}).get("error")
+    if isinstance(error, PathError):
+        return Problem(name, value, error.rule, error.way_out)
     rule = "must be a path" if details["type"] == "path_type" else details["msg"].replace("Input should", "must")
     where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
     fix = f"the default is {yaml_text(setting.default)} ({setting.description})"

@@ -3,12 +3,22 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.hf.lora_options import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.paths import expanded, local_path
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.spec import Recompute
 from longctx.planning.plan import Mode
@@ -18,7 +28,8 @@ LARGEST = MOST_TOKENS
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-AnyPath = Annotated[Path, Field(strict=False)]
+AnyPath = Annotated[Path, Field(strict=False), AfterValidator(local_path)]
+PathOrName = Annotated[str, AfterValidator(expanded)]
 
 LORA_RATE = 2e-4
 """Default peak learning rate of adapters."""
@@ -40,7 +51,7 @@ class Section(BaseModel):
 
 class _Start(Section):
     preset: str = Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")
-    from_pretrained: str | None = None
+    from_pretrained: PathOrName | None = None
     """checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"""
     new_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
     """tokens, such as ["<note>"], that the data's tokenizer adds to the checkpoint's; entries that the embedding and an untied
@@ -185,7 +196,7 @@ class ContextSection(Section):
     """degree in mode static (null: the best degree of every step)"""
     bins: dict[Count, Ranks] | None = None
     """table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"""
-    profile: str | None = None
+    profile: PathOrName | None = None
     """hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are scaled to the
     model and parallel sizes of the run (null: the shipped one for the device by its name, cpu-2core on a CPU; for a GPU without
     one h100-nvlink-ib, with a warning)"""

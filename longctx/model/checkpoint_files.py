@@ -14,6 +14,7 @@ import torch
 
 from longctx import tokenizer_files
 from longctx.errors import UserError, brief, first_line, install, shell
+from longctx.paths import expanded
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -67,6 +68,7 @@ class CheckpointFiles:
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
         """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if it is missing or damaged."""
+        source = expanded(source)
         check_name(source)
         folder = _folder(source)
         if (folder / DESCRIBED).is_file():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError
+from longctx.paths import local_path
 from longctx.safe_yaml import YamlError, parse, read_text
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -143,7 +144,7 @@ class HardwareProfile:
 def read_profile(name_or_path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Returns the path of a profile and its whole content, including the described model and measurement details."""
     shipped = SHIPPED / f"{name_or_path}.yaml"
-    path = shipped if shipped.is_file() else Path(name_or_path)
+    path = shipped if shipped.is_file() else local_path(name_or_path)
     if not path.is_file():
         names = ", ".join(shipped_profiles())
         raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")

@@ -32,6 +32,7 @@ from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.model.translation import canonical
 from longctx.parallel.host_memory import returned_when_freed
+from longctx.paths import local_path
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
@@ -71,6 +72,7 @@ def export(
     Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started from, or float32 for new
     weights. Raises ExportError, CheckpointError or NoNativeModel.
     """
+    run, out = local_path(run), local_path(out)
     check_place(out, overwrite)
     chosen = _find(run, step)
     kept = model_folder(run)
