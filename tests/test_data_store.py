@@ -122,6 +122,32 @@ def test_another_request_is_refused_unless_overwritten(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["other.jsonl", "store", "store.jsonl"]
 
 
+def test_other_files_in_a_store_stay_and_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = byte_store(tmp_path, [20, 30])
+    source = write_jsonl(tmp_path / "other.jsonl", [{"text": "other " * 50}])
+    (old.path / "notes.txt").write_text("mine")
+    (old.path / "plots").mkdir()
+    (old.path / "plots" / "lengths.png").write_text("mine")
+    command = ["prepare", "--source", str(source), "--out", str(old.path), "--tokenizer", "bytes", "--overwrite"]
+    assert main(command) == 0
+    assert "notes.txt, plots/lengths.png: not written by longctx, left there" in capsys.readouterr().out
+    assert Store.open(old.path).lengths.tolist() == [301]
+    assert (old.path / "notes.txt").read_text() == "mine" == (old.path / "plots" / "lengths.png").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.jsonl", "store", "store.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["data-00001.arrow", "request", "journal.jsonl", "tokenizer/tokenizer.json"])
+def test_a_file_in_a_store_with_a_name_of_its_files_is_not_replaced(tmp_path: Path, name: str) -> None:
+    old = byte_store(tmp_path, [20])
+    source = open_corpus(str(write_jsonl(tmp_path / "other.jsonl", [{"text": "other " * 50}])))
+    mine = old.path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    with pytest.raises(StoreError, match=r"is not listed in manifest\.json, and is not replaced"):
+        prepare(source, old.path, tokenizer="bytes", overwrite=True)
+    assert mine.read_text() == "mine"
+
+
 def test_what_is_not_a_store_is_never_replaced(tmp_path: Path) -> None:
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "text"}])))
     (tmp_path / "mine").mkdir()

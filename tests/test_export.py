@@ -17,10 +17,12 @@ from longctx.cli import main
 from longctx.commands.export import parse_size
 from longctx.config import Config
 from longctx.data.records.tokenizer import Tokenizer
+from longctx.errors import UserError
 from longctx.model.checkpoint_files import INDEX, CheckpointFiles
 from longctx.model.checkpoint_writer import CheckpointWriter
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
+from longctx.own_files import LIST
 from longctx.report import how_to_export
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import SavedWeights
@@ -117,7 +119,7 @@ def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: P
     for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", SECOND):
         assert (tmp_path / "ours" / name).read_bytes() == (source / name).read_bytes()
     extra = {file.name for file in (tmp_path / "ours").iterdir()} - {file.name for file in source.iterdir()}
-    assert all(name.endswith(".safetensors") or name == INDEX for name in extra)
+    assert all(name.endswith(".safetensors") or name in (INDEX, LIST) for name in extra)
     assert not (tmp_path / "ours" / "trainer_state.json").exists()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     tokens = torch.arange(40)[None] % 60
@@ -286,11 +288,11 @@ def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, run_of: RunO
     with pytest.raises(ExportError, match="has no complete checkpoint of step 7: steps with complete checkpoints: 0"):
         export(run, out, step=7)
     out.mkdir()
-    with pytest.raises(ExportError, match="exists: choose another folder, or replace it with longctx export --overwrite"):
-        export(run, out)
-    with pytest.raises(ExportError, match=r"is not a transformers checkpoint .* and is not replaced"):
-        export(run, out, overwrite=True)
-    out.rmdir()
+    (out / "config.json").write_text("{}")
+    for overwrite in (False, True):
+        with pytest.raises(ExportError, match=r"was not written by longctx .* and is not replaced"):
+            export(run, out, overwrite=overwrite)
+    (out / "config.json").unlink()
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ExportError, match=r"has no complete checkpoint: set checkpoint.every and train again"):
         export(tmp_path / "begun", out)
@@ -300,6 +302,7 @@ def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, run_of: RunO
     assert said[1] == f"load with transformers: AutoModelForCausalLM.from_pretrained('{out}')"
     before = contents(out)
     assert main(["export", str(run), str(out)]) == 2
+    assert f"{out} exists: choose another folder, or replace it with longctx export --overwrite" in capsys.readouterr().err
     assert main(["export", str(run), str(out), "--overwrite", "--dtype", "float32"]) == 0
     assert len(list(out.glob("*.safetensors"))) == 1 and contents(out).keys() == before.keys()
     with pytest.raises(CheckpointError, match=r"has no model\.wings: it is not a checkpoint of the whole model"):
@@ -308,6 +311,71 @@ def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, run_of: RunO
     (run / "model/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
     with pytest.raises(ExportError, match=r"does not match the model of .*config\.json"):
         export(run, tmp_path / "other")
+
+
+def test_only_what_longctx_wrote_is_replaced(tmp_path: Path, run_of: RunOf, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of other people stay and are named; what they have changed, or put in the way, is refused and stays."""
+    run, out = run_of("native/llama"), tmp_path / "out"
+    export(run, out)
+    (out / "notes.txt").write_text("mine")
+    (out / "eval" / "nothing").mkdir(parents=True)
+    (out / "eval" / "scores.json").write_text("{}")
+    (out / "link").symlink_to(out / "eval")
+    said = export(run, out, overwrite=True)
+    assert said.endswith("eval/nothing, eval/scores.json, link and 1 more: not written by longctx, left there")
+    assert (out / "notes.txt").read_text() == "mine" and (out / "eval" / "nothing").is_dir()
+    assert (out / "eval" / "scores.json").is_file() and (out / "link").is_symlink()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
+    config = out / "config.json"
+    config.write_text(config.read_text().replace("llama", "mamba"))
+    with pytest.raises(UserError, match=r"config\.json is not as longctx wrote it"):
+        export(run, out, overwrite=True)
+    assert "mamba" in config.read_text()
+
+
+def test_files_in_the_way_of_an_export_stay(tmp_path: Path, run_of: RunOf) -> None:
+    run, out = run_of("native/llama"), tmp_path / "out"
+    export(run, out, max_shard_bytes=20_000)
+    one = out / "model.safetensors"
+    one.write_text("another model")
+    with pytest.raises(UserError, match=r"model\.safetensors was not written by longctx"):
+        export(run, out, overwrite=True)
+    assert one.read_text() == "another model" and CheckpointFiles.open(str(out)).has_values
+    one.unlink()
+    beside = tmp_path / "out.partial"
+    beside.mkdir()
+    (beside / "thesis.tex").write_text("mine")
+    with pytest.raises(ExportError, match=r"out\.partial.* was not written by longctx"):
+        export(run, out, overwrite=True)
+    assert (beside / "thesis.tex").read_text() == "mine"
+
+
+def test_an_export_takes_an_empty_folder_or_a_link(tmp_path: Path, run_of: RunOf) -> None:
+    run = run_of("native/llama")
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+    export(run, tmp_path / "out")
+    export(run, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "out" / "config.json").is_file()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ExportError, match="is not a folder"):
+        export(run, tmp_path / "file", overwrite=True)
+
+
+def test_the_base_of_a_run_is_never_replaced(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even one that longctx has exported."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    first = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'first'}", "train.steps=1"]
+    train(capfd, [*first, f"checkpoint.export={base}"])
+    settings = [f"model.from_pretrained={base}", f"data.store={store}", f"train.run_dir={run}", "train.steps=1"]
+    settings += ["log.tensorboard=false", "batch.global_tokens=100"]
+    refused = train(capfd, [*settings, f"checkpoint.export={base}"], status=2)
+    assert "is the checkpoint that the run started from, and is not replaced" in refused
+    train(capfd, settings)
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in base.iterdir())
+    with pytest.raises(ExportError, match="is the checkpoint that the run started from, and is not replaced"):
+        export(run, base, overwrite=True)
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in base.iterdir()) == before
 
 
 def test_a_run_that_fails_midway_leaves_nothing(tmp_path: Path, run_of: RunOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,21 @@
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
-from longctx.data.store.manifest import TOKENIZER, Manifest, StoreError, is_store
+from longctx.data.store.manifest import MANIFEST, TOKENIZER, TOKENIZER_FILES, Manifest, StoreError, files_of_store, is_store
 from longctx.data.store.writer import JOURNAL, finished_parts
 from longctx.errors import UserError
+from longctx.own_files import MOVE_AWAY, others, replace
 
 REQUEST = "request"
 LAYOUT = 5  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
+NAMES = (TOKENIZER, "data-*.arrow", "dataset_info.json", "state.json", f"{TOKENIZER_FILES}/*", *NOTES)
+"""Names of the files of a store, besides its manifest, while it is made."""
 
 
 def present(out: Path, request: str, overwrite: bool) -> Manifest | None:
@@ -26,12 +29,14 @@ def present(out: Path, request: str, overwrite: bool) -> Manifest | None:
     try:
         manifest = Manifest.load(out)
     except StoreError:
-        if overwrite:
-            return None
-        raise
+        if not overwrite:
+            raise
+        _check_names(out)
+        return None
     if manifest.request == request:
         return manifest
     if overwrite:
+        _check_names(out)
         return None
     raise StoreError(
         f"{out} holds a store of another source or other settings ({manifest.source}, "
@@ -84,10 +89,15 @@ def _tidy(folder: Path, request: str) -> None:
     note.write_text(request, "utf-8")  # written last, so that kept files always match it
 
 
-def put_in_place(folder: Path, out: Path) -> None:
-    if not out.exists() or not any(out.iterdir()):
-        folder.rename(out)
-        return
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.old-") as old:
-        out.rename(Path(old, "store"))
-        folder.rename(out)
+def put_in_place(folder: Path, out: Path) -> list[str]:
+    """Puts a finished store in its place. Returns the names of what lies there, is not of a store, and stays."""
+    own = files_of_store(out) if is_store(out) else []
+    return replace(out.resolve(), made=folder, own=own)
+
+
+def _check_names(out: Path) -> None:
+    """Raises StoreError if a file that the manifest of a store does not list has a name that only files of stores have."""
+    foreign = others(out, own=files_of_store(out))
+    for name in foreign:
+        if any(fnmatch(name, pattern) for pattern in NAMES):
+            raise StoreError(f"{out / name} is not listed in {MANIFEST}, and is not replaced: {MOVE_AWAY}")

@@ -178,3 +178,9 @@ def is_store(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def files_of_store(folder: Path) -> list[str]:
+    """Returns the names of the files that a store lists, of any version, damaged or not, and of its manifest."""
+    files = json.loads((folder / MANIFEST).read_text("utf-8")).get("files")
+    return [MANIFEST, *files] if isinstance(files, dict) else [MANIFEST]

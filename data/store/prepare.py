@@ -33,10 +33,14 @@ COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokeni
 
 @dataclass(frozen=True)
 class Prepared:
-    """Manifest of the requested store, and whether this call made it (False: it already existed)."""
+    """Manifest of the requested store, and whether this call made it (False: it already existed).
+
+    `stays` names what was in the folder of a replaced store, was not written by longctx, and is still there.
+    """
 
     manifest: Manifest
     made: bool
+    stays: tuple[str, ...] = ()
 
 
 def prepare(
@@ -55,7 +59,8 @@ def prepare(
             `python-stdlib`; or an open Corpus, which may also name the column of the text and the split, and have limits.
         out: folder of the store.
         workers: number of tokenizer threads; None: one per core.
-        overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
+        overwrite: replace a store at `out` that matches another request, but only the files that its manifest lists: all
+            others stay. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
         choices: tokenizer, chat template and others: the attributes of `StoreRequest`.
 
@@ -77,10 +82,10 @@ def prepare(
     with partial_folder(out, digest) as folder:
         manifest = _write(request, folder, workers, progress)
         manifest.save(folder)
-        put_in_place(folder, out)
+        stays = put_in_place(folder, out)
         for name in NOTES:
             (out / name).unlink()
-    return Prepared(manifest, made=True)
+    return Prepared(manifest, made=True, stays=tuple(stays))
 
 
 def _write(request: StoreRequest, folder: Path, workers: int | None, progress: Progress) -> Manifest:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the weights (default: that of the checkpoint the run started from; float32 for new weights)",
     )
     parser.add_argument("--merge", action="store_true", help="LoRA: write the whole model with merged adapters")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a transformers checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if longctx wrote it; other files there stay")
     parser.epilog = (
         "Runs in one process, whatever the number of processes of the run, and reads one block at a time. Then:\n\n"
         "    AutoModelForCausalLM.from_pretrained('OUT')"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from longctx.commands.output import a_name, a_path, progress_bar
 from longctx.errors import UserError
+from longctx.own_files import that_stay
 
 if TYPE_CHECKING:
     from longctx.data.store.manifest import Manifest
@@ -125,7 +126,9 @@ def _add_source_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace a store that was made from another source or with other settings"
+        "--overwrite",
+        action="store_true",
+        help="replace a store of another source or other settings; other files there stay",
     )
 
 
@@ -193,7 +196,8 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
         f"  longest    {manifest.longest_length:,} tokens: {manifest.longest_name}",
         f"  vocabulary {manifest.vocab_size:,}, documents end with {manifest.end_of_document_token}",
     ]
-    return "\n".join(lines + list(_particulars(manifest)))
+    stays = [f"  stays      {that_stay(list(prepared.stays))}"] if prepared.stays else []
+    return "\n".join(lines + list(_particulars(manifest)) + stays)
 
 
 def _particulars(manifest: "Manifest") -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 
 from longctx import tokenizer_files
 from longctx.errors import UserError, brief, first_line, install, shell
+from longctx.own_files import LIST
 from longctx.paths import expanded
 from longctx.tokenizer_files import TOKENIZER_FILES
 
@@ -24,7 +25,7 @@ DESCRIBED = "tensors.json"
 """File with the name and dtype of every tensor, in a checkpoint without its weights."""
 ENDS = "ends.json"
 """File with the ids of the tokens that a run trains as ends."""
-OF_WEIGHTS = {INDEX, DESCRIBED, ENDS, "pytorch_model.bin.index.json", "trainer_state.json"}
+OF_WEIGHTS = {INDEX, DESCRIBED, ENDS, LIST, "pytorch_model.bin.index.json", "trainer_state.json"}
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

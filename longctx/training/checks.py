@@ -23,7 +23,7 @@ from longctx.training.data import RunData
 from longctx.training.metrics import check_wandb
 from longctx.training.optimizer import group_of
 from longctx.training.run import Run
-from longctx.training.saved.export import check_place
+from longctx.training.saved.export import check_base, check_place
 
 
 def check_vocabulary(config: Config, spec: ModelSpec) -> None:
@@ -149,6 +149,7 @@ def check_beginning(run: Run) -> list[str]:
     changes = [] if saved is None else changes_of_optimizer(config, saved.run, resumes=run.resumes)
     done = run.resumes and saved is not None and saved.step >= config.train.steps
     if out is not None and not done:
+        check_base(config.model.from_pretrained, out)
         check_place(out, overwrite=run.resumes and out.is_relative_to(config.train.run_dir))  # of this run, before
     return changes
 

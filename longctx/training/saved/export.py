@@ -1,10 +1,12 @@
 """Export: writes a checkpoint of a run as a folder that transformers loads, in one process that never holds the whole model.
 
 The sharded checkpoint is read group by group (a block, an embedding); every group is converted to transformers' tensors, which
-are written file by file. The folder is written as OUT.partial and renamed when all files are on disk.
+are written file by file. The folder is written as OUT.partial and renamed when all files are on disk. It lists its files, and
+only these are removed when it is replaced.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +33,10 @@ from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.model.translation import canonical
+from longctx.own_files import LIST, MOVE_AWAY, begin_list, changed, read_list, replace, that_stay, write_list
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.paths import local_path
+from longctx.safe_yaml import parse, read_text
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
 from longctx.training.saved.model_folder import beside_weights, model_folder
@@ -46,13 +50,23 @@ class ExportError(UserError):
 
 
 def check_place(out: Path, overwrite: bool) -> None:
-    """Raises ExportError unless an export may be written to `out`."""
-    if not out.exists():
+    """Raises ExportError unless an export may be written to `out`: its files are looked for, but not read."""
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if is_empty or not os.path.lexists(out):
         return
+    if not out.is_dir():
+        raise ExportError(f"{out} exists and is not a folder: choose another place")
+    listed = read_list(out)
+    if listed is None:
+        raise ExportError(f"{out} exists, was not written by longctx (no {LIST}), and is not replaced: choose another folder")
     if not overwrite:
         raise ExportError(f"{out} exists: choose another folder, or replace it with longctx export --overwrite")
-    if not any((out / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ExportError(f"{out} is not a transformers checkpoint (no config.json) and is not replaced: choose another folder")
+
+
+def check_base(base: str | None, out: Path) -> None:
+    """Raises ExportError if `out` is the checkpoint `base`, from which a run started."""
+    if base is not None and out.is_dir() and Path(base).is_dir() and out.samefile(base):
+        raise ExportError(f"{out} is the checkpoint that the run started from, and is not replaced: choose another folder")
 
 
 def export(
@@ -70,17 +84,23 @@ def export(
     For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters. Returns what is said.
 
     Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started from, or float32 for new
-    weights. Raises ExportError, CheckpointError or NoNativeModel.
+    weights. With `overwrite` only what longctx has written to `out` is replaced; all else stays there, and is named.
+    Raises ExportError, NotReplaced, CheckpointError or NoNativeModel.
     """
     run, out = local_path(run), local_path(out)
     check_place(out, overwrite)
     chosen = _find(run, step)
+    check_base(_base_of(run), out)
+    listed = read_list(out) or {}
+    if edited := changed(out, listed):
+        raise ExportError(f"{out / edited[0]} is not as longctx wrote it, and is not replaced: {MOVE_AWAY}")
     kept = model_folder(run)
     model, source = _build(chosen, kept)
     saved = SavedWeights(chosen.folder)
     if merge and not isinstance(model, AdaptedModel):
         raise ExportError(f"{run} has no adapters to merge: omit --merge")
-    with _all_or_nothing(out) as partial:
+    place = out.resolve()
+    with _folder_beside(place) as partial:
         if isinstance(model, AdaptedModel) and not merge:
             if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
                 raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
@@ -95,26 +115,37 @@ def export(
             writer.close()
             size, files = writer.total, len(writer.files)
             what, length = _write_beside(partial, model, source, chosen, kept, dtype)
+        write_list(partial)
+        stays = replace(place, made=partial, own=[LIST, *listed])
     count = "1 file" if files == 1 else f"{files} files"
     has_tokenizer = any(out.glob("tokenizer*")) or any(out.glob("vocab.*"))
     tokenizer = "" if has_tokenizer else ", without a tokenizer (the run folder has none)"
-    return f"step {chosen.step} exported to {out}: {what}, {size / 1e9:,.3f} GB in {count}{tokenizer}{length}"
+    beside = f"; {that_stay(stays)}" if stays else ""
+    return f"step {chosen.step} exported to {out}: {what}, {size / 1e9:,.3f} GB in {count}{tokenizer}{length}{beside}"
+
+
+def _base_of(run: Path) -> str | None:
+    """Returns the checkpoint that a run started from, as in its settings, which may be gone; None for new weights."""
+    settings = run / "config.yaml"
+    values = parse(read_text(settings)) if settings.is_file() else None
+    model = values.get("model") if isinstance(values, dict) else None
+    base = model.get("from_pretrained") if isinstance(model, dict) else None
+    return base if isinstance(base, str) else None
 
 
 @contextmanager
-def _all_or_nothing(out: Path) -> Iterator[Path]:
-    """Yields the empty folder OUT.partial, which replaces OUT at the end, and is removed after an error."""
+def _folder_beside(out: Path) -> Iterator[Path]:
+    """Yields the empty folder OUT.partial, and removes it if it is still there in the end."""
     partial = out.with_name(out.name + ".partial")
+    if partial.exists() and read_list(partial) is None:
+        raise ExportError(f"{partial}, where the export would be made, was not written by longctx: {MOVE_AWAY}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    begin_list(partial)
     try:
         yield partial
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept: Path) -> int:
