@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -450,3 +451,29 @@ def test_a_description_cannot_name_files_elsewhere(trained: tuple[Path, Path], c
     changed(folder / ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="leads out of it"):
         SavedWeights(folder)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "model/network.py", "model", "best/picture.png"])
+def test_a_run_replaces_nothing_that_no_run_wrote(
+    tmp_path: Path, store: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--train.run_dir .` in the folder of a project: its model/ was deleted, its config.yaml overwritten."""
+    run = tmp_path / "project"
+    mine = run / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    settings = [*SMALL, f"data.store={store}", f"train.run_dir={run}", "train.steps=1"]
+    assert main(["train", *(f"--{setting}" for setting in settings)]) == 2
+    assert "was not written by a run, which would replace it" in capfd.readouterr().err
+    assert mine.read_text() == "mine"
+
+
+def test_a_run_that_ended_before_its_first_step_starts_again_in_its_folder(tmp_path: Path, store: Path) -> None:
+    run = tmp_path / "run"
+    settings = [*SMALL, f"data.store={store}", f"train.run_dir={run}", "train.steps=1"]
+    command = ["train", *(f"--{setting}" for setting in settings)]
+    assert main(command) == 0
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    (run / "latest").unlink()
+    assert main(command) == 0

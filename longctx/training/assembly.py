@@ -14,7 +14,7 @@ from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.saved.checkpoint_io import CheckpointError
 from longctx.training.saved.model_folder import keep_model_files
-from longctx.training.saved.run_folder import restore_best, set_aside
+from longctx.training.saved.run_folder import restore_best, set_aside, settings_header
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
 from longctx.training.trainer import Trainer
@@ -76,6 +76,6 @@ def begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
     config, folder = run.config, run.config.train.run_dir
     keep_model_files(folder, run.source, run.data.store)
     computed = computed_by(config, run.source.spec, mesh.device.type)
-    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {run.changes}\n" if run.changes else "")
+    header = settings_header(mesh.world_size, computed) + (f"# {run.changes}\n" if run.changes else "")
     (folder / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
     return MetricsLog(config, after_step=0 if run.checkpoint is None else run.checkpoint.step)

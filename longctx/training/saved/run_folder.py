@@ -11,6 +11,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError
+from longctx.model.checkpoint_files import ENDS
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, because
 from longctx.training.saved.model_folder import model_folder
@@ -71,8 +73,32 @@ def open_run_folder(
             f"run folder {folder} contains a run without a checkpoint: add --resume-if-any to start it again, or choose "
             "another folder with --train.run_dir"
         )
+    if saved is None and not (folder / "metrics.jsonl").exists():
+        _refuse_foreign(folder)
     _check_space(folder, free, 3 if best else 2, checkpoint_bytes)
     return (saved if resume else None), damaged
+
+
+def settings_header(ranks: int, computed: str) -> str:
+    """Returns the first line of the settings in a run folder, by which they are known as those of a run."""
+    return f"# {ranks} ranks: {computed}\n"
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises RunFolderError if a folder without a run has something that a run would replace."""
+    settings, model, best = folder / "config.yaml", model_folder(folder), folder / BEST
+    foreign = []
+    if settings.is_file() and not re.match(r"# \d+ ranks: ", settings.read_text("utf-8", errors="replace")):
+        foreign.append(settings)
+    if os.path.lexists(model) and not (model / ENDS).is_file():
+        foreign.append(model)
+    if os.path.lexists(best) and not checkpoint.is_run(best):
+        foreign.append(best)
+    if foreign:
+        raise RunFolderError(
+            f"{foreign[0]} was not written by a run, which would replace it: choose another folder with --train.run_dir, or "
+            "move it away"
+        )
 
 
 def _writable(folder: Path) -> int:
