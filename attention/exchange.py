@@ -152,6 +152,10 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
 
     Raises ExchangeError if a message fails or times out (on gloo), or is not from the neighbor.
     """
+    if not (group is None or isinstance(group, dist.ProcessGroup)):
+        raise ExchangeError(f"group is {group!r}: must be a process group of torch.distributed, or None")
+    if not dist.is_initialized():
+        raise ExchangeError("torch.distributed is not initialized: call init_process_group first")
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         return

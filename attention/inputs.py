@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from longctx.arguments import Rule, check_arguments, kind, or_none
 from longctx.attention.expansion import Compressed
 from longctx.errors import UserError
 from longctx.planning.layout import CrossLayout, Layout
@@ -16,6 +17,15 @@ same tensor: compilers then see that the gradients of K and V are waited for aft
 
 class AttentionInputError(UserError):
     """Tensors, layout, group and device that do not match."""
+
+
+_TENSOR = kind("a tensor [tokens, heads, head_dim]", torch.Tensor)
+TENSORS: dict[str, Rule] = {
+    "q": _TENSOR,
+    "k": _TENSOR,
+    "v": _TENSOR,
+    "sink_logits": or_none(kind("a tensor [q_heads]", torch.Tensor)),
+}
 
 
 class CheckedAttention:
@@ -84,6 +94,7 @@ class CheckedAttention:
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
         """Raises AttentionInputError for tensors that do not match each other or the layout."""
+        check_arguments(AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits})
         if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
             raise AttentionInputError(f"q, k and v must be [tokens, heads, head_dim], not {_shapes(q, k, v)}")
         if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:

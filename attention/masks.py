@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from longctx.arguments import Rule, check_arguments, flag, mapping_of, or_none, sequence_of, whole
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Span
@@ -17,6 +18,18 @@ from longctx.planning.tree import Tree
 
 class MaskError(UserError):
     """A mask with invalid or contradictory settings."""
+
+
+_TOKENS = whole(least=0)
+_SPANS = sequence_of("spans (start, stop)", sequence_of("two positions", _TOKENS))
+RULES: dict[str, Rule] = {
+    "causal": flag,
+    "window": or_none(whole(least=1)),
+    "sinks": _TOKENS,
+    "prefix": mapping_of("documents to tokens", _TOKENS, keys=_TOKENS),
+    "blocks": mapping_of("documents to spans", _SPANS, keys=_TOKENS),
+    "hidden": mapping_of("documents to spans", _SPANS, keys=_TOKENS),
+}
 
 
 @dataclass(frozen=True)
@@ -43,10 +56,7 @@ class Mask:
     hidden: Mapping[int, Sequence[Span]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise MaskError(f"window is {self.window}: must be at least 1, as a token sees itself, or None for no window")
-        if self.sinks < 0 or any(tokens < 0 for tokens in self.prefix.values()):
-            raise MaskError(f"sinks is {self.sinks}, prefix is {dict(self.prefix)}: numbers of tokens must be 0 or more")
+        check_arguments(MaskError, RULES, vars(self))
         if self.sinks and self.window is None:
             raise MaskError(
                 f"sinks is {self.sinks} without a window, so every token is visible anyway: set a window, or leave sinks out"
@@ -58,7 +68,8 @@ class Mask:
         if any(self.blocks.values()) and (not self.causal or self.sinks or any(self.prefix.values())):
             raise MaskError("blocks are given with causal=False, sinks or prefix, which do not go together: leave these out")
         for spans in (*self.blocks.values(), *self.hidden.values()):
-            if (ends := [0, *(end for span in spans for end in span)]) != sorted(ends):
+            ends = [0, *(end for span in spans for end in span)]
+            if any(len(span) != 2 for span in spans) or ends != sorted(ends):
                 raise MaskError(f"spans of a document are {list(spans)}: give each as (start, stop), ascending and disjoint")
 
     def areas(self, document: int, length: int) -> list[Segment]:

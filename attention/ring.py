@@ -17,14 +17,28 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from longctx.arguments import Rule, check_arguments, checked, flag, kind, or_none, real, whole
 from longctx.attention import eager, operator
 from longctx.attention.exchange import Exchange, Routes
 from longctx.attention.expansion import Compressed
-from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
+from longctx.attention.inputs import TENSORS, AttentionInputError, CheckedAttention, Queries
 from longctx.attention.masks import CAUSAL, EVERYTHING, Mask
 from longctx.attention.ring_pass import NO_LAYER
 from longctx.attention.ring_schedule import RingSchedule
 from longctx.planning.layout import CrossLayout, Layout
+
+RULES: dict[str, Rule] = {
+    "layout": kind("plan.layout(micro_batch, rank), or a CrossLayout", Layout, CrossLayout),
+    "group": or_none(kind("a process group of torch.distributed", dist.ProcessGroup)),
+    "mask": kind("a Mask of longctx.attention", Mask),
+    "scale": or_none(real()),
+    "softcap": real(least=0),
+    "kernel": kind("auto or the name of a kernel", str),
+    "keep_kv": flag,
+    "deterministic": flag,
+    "ranks_per_node": or_none(whole(least=1)),
+    "across": or_none(kind("a process group of torch.distributed", dist.ProcessGroup)),
+}
 
 
 def ring_attention(
@@ -69,6 +83,7 @@ def ring_attention(
         KernelError: if no kernel supports the tensors.
         ExchangeError: if a message fails or times out on gloo; NCCL's watchdog ends the process instead.
     """
+    check_arguments(AttentionInputError, TENSORS, {"q": q, "k": k, "v": v, "sink_logits": sink_logits})
     attention = RingAttention(
         layout,
         group=group,
@@ -90,6 +105,7 @@ class RingAttention(CheckedAttention):
     Under torch.compile, the caller must keep a reference until backward is done.
     """
 
+    @checked(AttentionInputError, **RULES)
     def __init__(
         self,
         layout: Layout | CrossLayout,
@@ -116,10 +132,6 @@ class RingAttention(CheckedAttention):
             exchange: class that moves the rows.
             watch: returns a context manager for the name of a layer's pass, which runs in it.
         """
-        if softcap < 0:
-            raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for no cap")
-        if ranks_per_node is not None and ranks_per_node < 1:
-            raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: must be 1 or more, or None for one exchange level")
         if isinstance(layout, CrossLayout) and mask != EVERYTHING:
             raise AttentionInputError(
                 f"mask is {mask}, but the tokens of a target see all tokens of its source: give mask=Mask(causal=False)"

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from longctx.arguments import LARGEST_ID, Rule, checked, flag, kind, only, token_ids, whole
 from longctx.data import IGNORED_LABEL
 from longctx.errors import UserError
 from longctx.planning.layout import CrossLayout, Layout, Span
@@ -169,6 +170,16 @@ def empty_micro_batch(index: int, rank: int) -> MicroBatch:
     return MicroBatch(index, Layout(index, rank, ()), none, none, none)
 
 
+RULES: dict[str, Rule] = {
+    "plan": kind("a Plan of make_plan", Plan),
+    "rank": whole(least=0),
+    "pad_to_multiple_of": whole(least=1, most=1 << 20),
+    "shift": flag,
+    "start_token": whole(least=0, most=LARGEST_ID),
+}
+
+
+@checked(PackingError, **only("plan", "rank", "pad_to_multiple_of", "shift", of=RULES))
 def pack_documents(
     plan: Plan,
     rank: int,
@@ -198,7 +209,7 @@ def pack_documents(
             "pack what merge_prefixes returns by pack_merged"
         )
     tokens = _arrays("documents", documents, plan)
-    unshifted = tokens if labels is None else _arrays("labels", labels, plan)
+    unshifted = tokens if labels is None else _arrays("labels", labels, plan, ignored=IGNORED_LABEL)
     targets = [np.append(label[1:], IGNORED_LABEL) for label in unshifted] if shift else unshifted
 
     def read(document: int, start: int, stop: int) -> tuple[Ids, Ids]:
@@ -209,6 +220,7 @@ def pack_documents(
     return [fill(layout, read, pad_to_multiple_of) for layout in layouts], target_tokens
 
 
+@checked(PackingError, **only("plan", "rank", "pad_to_multiple_of", "start_token", of=RULES))
 def pack_seq2seq(
     plan: Plan,
     rank: int,
@@ -235,8 +247,11 @@ def pack_seq2seq(
     Returns the micro-batches in the order of the plan, and the number of labels of the whole step over all ranks.
     Raises PackingError if the documents do not match the plan, or have an empty part.
     """
-    read, written = ([np.asarray(document, np.int64) for document in part] for part in (sources, targets))
-    expected = written if labels is None else [np.asarray(label, np.int64) for label in labels]
+    read = token_ids("sources", sources, PackingError)
+    written = token_ids("targets", targets, PackingError)
+    expected = written
+    if labels is not None:
+        expected = token_ids("labels", labels, PackingError, ignored=IGNORED_LABEL)
     _check_seq2seq(plan, read, written, expected)
     inputs = [np.append(start_token, target[:-1]) for target in written]
 
@@ -274,8 +289,8 @@ def _check_seq2seq(plan: Plan, sources: list[Ids], targets: list[Ids], labels: l
             )
 
 
-def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[Ids]:
-    arrays = [np.asarray(document, np.int64) for document in documents]
+def _arrays(name: str, documents: Sequence[Tokens], plan: Plan, *, ignored: int | None = None) -> list[Ids]:
+    arrays = token_ids(name, documents, PackingError, ignored=ignored)
     if len(arrays) != len(plan.lengths):
         raise PackingError(
             f"there are {len(arrays)} {name}, but the plan has {len(plan.lengths)} documents: make it from these documents"

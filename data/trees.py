@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longctx.arguments import checked, kind, only, or_none, real, sequence_of, token_ids, whole
 from longctx.data import IGNORED_LABEL
-from longctx.data.packing import Ids, MicroBatch, PackingError, Tokens, pack_documents, with_weights
+from longctx.data.packing import RULES, Ids, MicroBatch, PackingError, Tokens, pack_documents, with_weights
 from longctx.planning.plan import Plan
 from longctx.planning.tree import ROOT, Tree, is_too_large
 
@@ -50,6 +51,13 @@ class Merged:
         return float(sum(w[label != IGNORED_LABEL].sum() for label, w in zip(self.labels, self.weights, strict=True)))
 
 
+@checked(
+    PackingError,
+    most_tokens=or_none(whole(least=1)),
+    tokens_per_rank=or_none(whole(least=1)),
+    least_shared=whole(least=1),
+    weights=or_none(sequence_of("weights", real(least=0))),
+)
 def merge_prefixes(
     sequences: Sequence[Tokens],
     labels: Sequence[Tokens] | None = None,
@@ -99,6 +107,11 @@ def merge_prefixes(
     return Merged(tokens, shifted, tuple(of_rows), trees, tuple(rows))
 
 
+@checked(
+    PackingError,
+    **only("plan", "rank", "pad_to_multiple_of", of=RULES),
+    merged=kind("what merge_prefixes returns", Merged),
+)
 def pack_merged(plan: Plan, rank: int, merged: Merged, *, pad_to_multiple_of: int = 1) -> tuple[list[MicroBatch], float]:
     """Returns a rank's share of every micro-batch of a step, and the sum of the weights of all targets of the step.
 
@@ -113,8 +126,8 @@ def pack_merged(plan: Plan, rank: int, merged: Merged, *, pad_to_multiple_of: in
 
 def _keys(sequences: Sequence[Tokens], labels: Sequence[Tokens] | None) -> list[Ids]:
     """Returns token and shifted label of every row of each sequence, [tokens, 2]."""
-    tokens = [np.asarray(sequence, np.int64) for sequence in sequences]
-    targets = tokens if labels is None else [np.asarray(label, np.int64) for label in labels]
+    tokens = token_ids("sequences", sequences, PackingError)
+    targets = tokens if labels is None else token_ids("labels", labels, PackingError, ignored=IGNORED_LABEL)
     if len(targets) != len(tokens):
         raise PackingError(f"there are {len(tokens)} sequences, but {len(targets)} labels: give one of each")
     for number, (ids, label) in enumerate(zip(tokens, targets, strict=True)):

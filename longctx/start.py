@@ -13,7 +13,7 @@ from longctx.errors import UserError, raise_together
 from longctx.memory.fitting import DoesNotFit, check_memory, fitted_run
 from longctx.parallel.device import record_messages
 from longctx.parallel.environment import Launch
-from longctx.parallel.mesh import Mesh
+from longctx.parallel.mesh import Mesh, leave, require_no_group
 from longctx.parallel.peers import Peers
 from longctx.paths import local_path
 from longctx.report import print_end, print_start
@@ -57,30 +57,44 @@ def train(
     Raises UserError for everything that is wrong before the processes join.
     """
     continued = None if continued is None else local_path(continued)
+    require_no_group()
     check(config, world_size=Launch.read().world_size)
     run = _prepare(config, resume or step is not None, step, resume_if_any, continued, trace_steps)
-    config, rank, peers = run.config, run.launch.rank, None
-    stop = StopSignal.install(interrupts=True)
-    with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():
-        record_messages(run.device, config.train.run_dir / "nccl")
-        try:
-            same = identity(config, run.data.fingerprints, run.checkpoint)
-            mesh = join_run(config, run.launch, run.device, partial(require_same, same))
-            peers = mesh.peers
-            finished, step = _train(run, mesh, stop)
-        except (UserError, OSError) as error:
-            if rank == 0 or not isinstance(error, ON_EVERY_RANK):
-                where = "" if isinstance(error, ON_EVERY_RANK) else f" on rank {rank}"
-                print(f"longctx train: error{where}: {error}", file=sys.stderr, flush=True)
-            if peers is not None:
-                peers.end(str(error))
-            return 2
-        except RuntimeError as error:
-            return _failed(config, rank, error, peers)
+    only = only_run_in(run.config.train.run_dir) if run.launch.rank == 0 else nullcontext()
+    with StopSignal.installed(interrupts=True) as stop, only:
+        record_messages(run.device, run.config.train.run_dir / "nccl")
+        return _joined(run, stop)
+
+
+def _joined(run: Run, stop: StopSignal) -> int:
+    """Joins the processes, trains and leaves them. Returns the exit status, after words on what went wrong."""
+    config, rank = run.config, run.launch.rank
+    peers = None
+    try:
+        same = identity(config, run.data.fingerprints, run.checkpoint)
+        mesh = join_run(config, run.launch, run.device, partial(require_same, same))
+        peers = mesh.peers
+        finished, step = _train(run, mesh, stop)
         mesh.close()
-        stop.release_interrupts()
-        if finished and rank == 0:
-            print_end(config, step, trained=not run.resumes or (run.checkpoint is not None and step > run.checkpoint.step))
+    except (UserError, OSError) as error:
+        together = isinstance(error, ON_EVERY_RANK)
+        if rank == 0 or not together:
+            where = "" if together else f" on rank {rank}"
+            print(f"longctx train: error{where}: {error}", file=sys.stderr, flush=True)
+        if peers is not None:
+            peers.end(str(error))
+        leave(together=together)
+        return 2
+    except RuntimeError as error:
+        status = _failed(config, rank, error, peers)
+        leave(together=False)
+        return status
+    except BaseException:
+        leave(together=False)
+        raise
+    stop.release_interrupts()
+    if finished and rank == 0:
+        print_end(config, step, trained=not run.resumes or (run.checkpoint is not None and step > run.checkpoint.step))
     if not finished and rank == 0:
         written = config.checkpoint.every is not None
         saved = "checkpoint written, --resume continues" if written else "no checkpoint, because checkpoint.every is null"

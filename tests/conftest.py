@@ -1,7 +1,6 @@
 """What all tests share: the pool of processes, the repository's root, property tests that draw the same examples each time."""
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,23 +65,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """A command that fails in this process leaves its process group, as its process would end then."""
+    """Whatever a test runs in this process, a later run there must not meet its process group."""
     yield
-    if dist.is_initialized():
+    left = dist.is_initialized()
+    if left:
         dist.destroy_process_group()
+    assert not left, "a process group is left"
 
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the source tree."""
     return Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def as_before() -> Iterator[None]:
-    """Restores the SIGTERM handler and destroys the process group of a run in this process."""
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, on_sigterm)
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -18,19 +18,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
-CORE = {"errors", "paths", "own_files", "checksums", "units", "tokenizer_files"}
+CORE = {"errors", "arguments", "paths", "own_files", "checksums", "units", "tokenizer_files"}
 CORE |= {"planning", "attention", "data", "model", "hf", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
     "safe_yaml": {"errors"},
+    "arguments": {"errors"},
     "paths": {"errors"},
     "checksums": set(),
     "own_files": {"errors", "checksums"},
     "units": set(),
     "tokenizer_files": {"errors"},
-    "planning": {"errors", "paths", "safe_yaml"},
-    "attention": {"errors", "planning"},
-    "data": {"errors", "paths", "own_files", "checksums", "tokenizer_files", "planning"},
+    "planning": {"errors", "arguments", "paths", "safe_yaml"},
+    "attention": {"errors", "arguments", "planning"},
+    "data": {"errors", "arguments", "paths", "own_files", "checksums", "tokenizer_files", "planning"},
     "model": {"errors", "paths", "own_files", "tokenizer_files", "planning", "attention"},
     "hf": {"errors", "tokenizer_files", "planning", "attention", "model"},
     "config": {"errors", "paths", "safe_yaml", "units", "planning", "model", "hf"},

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "tour.ipynb"
 
 
-@pytest.mark.usefixtures("as_before")
 def test_the_cells_run(capsys: pytest.CaptureFixture[str]) -> None:
     mpl.use("agg")
     cells: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]

@@ -20,7 +20,7 @@ from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.config import load
 from longctx.hf import attention as hf_attention
-from longctx.hf.source import adapted, pretrained
+from longctx.hf.source import pretrained
 from longctx.model.checkpoint_files import PretrainedError
 from longctx.model.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
@@ -126,7 +126,7 @@ def test_weights_of_which_only_some_are_tied_are_refused(tmp_path: Path) -> None
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(PretrainedError, match=r"has other values for only some \(cls\.predictions\.decoder\.weight\)"):
-        pretrained.__wrapped__(str(tmp_path), (), "auto", False)
+        pretrained(str(tmp_path), (), "auto", False)
 
 
 ULYSSES = ["context.ulysses_degree=2"]
@@ -244,8 +244,6 @@ def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
     settings += [f"--lora.rank={rank}"] * (rank is not None)
     assert main(["train", *settings, "--train.steps=2"]) == 0
     shutil.rmtree(tmp_path / "model")
-    pretrained.cache_clear()
-    adapted.cache_clear()
     assert main(["train", *settings, "--train.steps=3", "--resume"]) == 2
     told = capsys.readouterr().err
     assert f"there is no folder {tmp_path / 'model'}" in told

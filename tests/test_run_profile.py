@@ -357,7 +357,6 @@ def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store
     )
 
 
-@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize(
     "command",
     [["train"], ["train", "--dry-run"], ["estimate"], ["measure", "--modes=auto,static", "--steps=1", "--warmup=0"]],

@@ -22,6 +22,11 @@ from tests.workers import Workers
 QUICK = slow_unless(lambda kind, ranks: ranks == (4 if kind == "t5gemma" else 3), product(SETTINGS, (1, 2, 3, 4)))
 
 
+def ones(tokens: int) -> torch.Tensor:
+    """Returns the token ids of a document."""
+    return torch.ones(tokens, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(("kind", "ranks"), QUICK)
 def test_a_step_is_that_of_transformers(workers: Workers, kind: str, ranks: int) -> None:
     """Degrees 1 to 4, sources and targets from 1 token."""
@@ -152,7 +157,7 @@ def test_batches_of_other_models_are_refused() -> None:
     ):
         model_inputs(causal, batch, targets)
     plan = placed_plan([7], 1, [[Placement(0, 0, 1)]])
-    (plain,), targets = pack_documents(plan, 0, [torch.ones(7)])
+    (plain,), targets = pack_documents(plan, 0, [ones(7)])
     with pytest.raises(HuggingFaceError, match="is an encoder-decoder, but the batch has no source: make it with pack_seq2seq"):
         model_inputs(model, plain, targets)
 
@@ -165,22 +170,22 @@ def test_sources_too_long_for_dynamic_rope_are_refused() -> None:
         rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
         getattr(model.model, part).config.update({"rope_parameters": rope, "max_position_embeddings": length})
         prepare(model)
-        (batch,), targets = pack_seq2seq(plan, 0, [torch.ones(36)], [torch.ones(4)], start_token=START)
+        (batch,), targets = pack_seq2seq(plan, 0, [ones(36)], [ones(4)], start_token=START)
         model_inputs(model, batch, targets)
         longer = [37, 3] if part == "encoder" else [35, 5]
-        (batch,), targets = pack_seq2seq(plan, 0, [torch.ones(longer[0])], [torch.ones(longer[1])], start_token=START)
+        (batch,), targets = pack_seq2seq(plan, 0, [ones(longer[0])], [ones(longer[1])], start_token=START)
         with pytest.raises(HuggingFaceError, match=rf"a document has {length + 1} tokens, but RoPE of type dynamic"):
             model_inputs(model, batch, targets)
 
 
 def test_documents_that_do_not_match_the_plan_are_refused() -> None:
     plan = placed_plan([7], 1, [[Placement(0, 0, 1)]])
-    four, three, none = torch.ones(4), torch.ones(3), torch.ones(0)
+    four, three, none = ones(4), ones(3), ones(0)
     for given, message in (
         (([four], [four]), r"4 source and 4 target tokens, but in the plan 7: .* plan their sum"),
-        (([torch.ones(7)], [none]), r"7 source and 0 target tokens, .* give one or more of each"),
+        (([ones(7)], [none]), r"7 source and 0 target tokens, .* give one or more of each"),
         (([four, four], [three]), r"2 sources, 1 targets and 1 labels, but the plan has 1 documents"),
-        (([four[None]], [three]), r"source of shape \[1, 4\]"),
+        (([four[None]], [three]), r"sources\[0\] has shape \[1, 4\]"),
         (([four], [three], [four]), r"labels of \[4\]: give one axis"),
     ):
         with pytest.raises(PackingError, match=message):

@@ -97,7 +97,7 @@ def kernel_one_by_one(case: Case) -> list[torch.Tensor]:
     [
         ((), (), "has 0 lengths and 0 parents"),
         ((1, 2), (-1,), "has 2 lengths and 1 parents"),
-        ((1, 0), (-1, 0), "node 1 of a tree has 0 tokens"),
+        ((1, 0), (-1, 0), "element 1 is 0, which must be a whole number ≥ 1"),
         ((1, 2), (0, 0), "node 0 of a tree has parent 0"),
         ((1, 2), (-1, -1), "node 1 of a tree has parent -1"),
         ((1, 2, 3), (-1, 2, 0), "node 1 of a tree has parent 2"),

@@ -72,14 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(arguments.out)
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
     prepare_run_kernels(config, shape.spec, launch, device)
-    groups = join_run(config, launch, device)
 
     def tell(part: str) -> None:
         if launch.rank == 0:
             print(f"measuring: {part}", file=sys.stderr, flush=True)
 
-    measured = measure_profile(config, groups, shape, base=base, local_rank=launch.local_rank, tell=tell)
-    groups.close()
+    with join_run(config, launch, device) as mesh:
+        measured = measure_profile(config, mesh, shape, base=base, local_rank=launch.local_rank, tell=tell)
     if launch.rank == 0:
         arguments.out.write_text(measured.to_yaml(), "utf-8")
         _draw(measured, arguments.out)

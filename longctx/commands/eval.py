@@ -85,14 +85,13 @@ def _evaluate(
     from longctx.training.build import join_run, prepare_run_kernels
 
     prepare_run_kernels(target.config, target.source.spec, launch, device)
-    mesh = join_run(target.config, launch, device)
-    passes, target = target.build(mesh)
-    longest = max(piece.length for piece in work.pieces)
-    target.config.model_source(work.store.tokenizer.vocab_size).check_length(longest)
-    report = evaluate(work, passes.look, make_evaluation_planner(passes), mesh)
-    if launch.rank == 0:
-        _report(arguments, target, work, report, mesh.world_size)
-    mesh.close()
+    with join_run(target.config, launch, device) as mesh:
+        passes, target = target.build(mesh)
+        longest = max(piece.length for piece in work.pieces)
+        target.config.model_source(work.store.tokenizer.vocab_size).check_length(longest)
+        report = evaluate(work, passes.look, make_evaluation_planner(passes), mesh)
+        if launch.rank == 0:
+            _report(arguments, target, work, report, mesh.world_size)
 
 
 def make_evaluation_planner(passes: "Passes") -> "Planner":

@@ -52,19 +52,19 @@ def run(arguments: argparse.Namespace) -> int:
     run = Run.open(config)
     store = run.data.store
     raise_together(checks_of(config, run.data, run.source, launch.world_size))
-    groups = join_run(config, launch, run.device)
-    if show:
-        print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)
-    measured = train_in_turn(
-        config,
-        groups,
-        store,
-        modes=tuple(arguments.modes.split(",")),
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        tell=(lambda line: print(line, flush=True)) if show and not arguments.json else lambda line: None,
-    )
-    groups.close()
+    with join_run(config, launch, run.device) as mesh:
+        if show:
+            profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
+            print(*profile.lines, sep="\n", file=sys.stderr, flush=True)
+        measured = train_in_turn(
+            config,
+            mesh,
+            store,
+            modes=tuple(arguments.modes.split(",")),
+            steps=arguments.steps,
+            warmup=arguments.warmup,
+            tell=(lambda line: print(line, flush=True)) if show and not arguments.json else lambda line: None,
+        )
     if show:
         content = measured.to_json()
         if arguments.out is not None:

@@ -139,8 +139,8 @@ def train_in_turn(
     """
     _refuse(modes, steps, warmup)
     configs = mode_configs(config, modes, mesh.world_size, warmup + steps)
-    stop = StopSignal.install()
     with ExitStack() as loaders:
+        stop = loaders.enter_context(StopSignal.installed())
         trainers = []
         for each in configs:
             loader = loaders.enter_context(build_loader(store, each, mesh, each.max_length(mesh.world_size)))

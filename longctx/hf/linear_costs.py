@@ -91,7 +91,10 @@ class _Silent:
 
 def linear_costs(layer: nn.Module, kind: type, hidden_size: int) -> LinearCosts:
     """Returns the costs of a layer. `kind` is its class before sharding. Does not change the layer, wherever it is."""
-    key = kind, hidden_size, *((x.shape, x.dtype, x.requires_grad) for x in layer.parameters())
+    weights = [(weight.shape, weight.dtype, weight.requires_grad) for weight in layer.parameters()]
+    sizes = {name: value for name, value in vars(layer).items() if isinstance(value, int | float | str)}
+    own = {name: value for name, value in sizes.items() if name not in ("layer_idx", "training")}
+    key = (kind, hidden_size, *weights, *sorted(own.items()))
     if key not in _MEASURED:
         replace_functions(sys.modules[kind.__module__])
         kept, working = _memory(layer, hidden_size)

@@ -3,7 +3,8 @@
 import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longctx.errors import install
@@ -100,13 +101,32 @@ FEW_ENTRIES, MANY_PARAMETERS = 16_384, 500_000_000
 UNSPLIT = "set parallel.tensor_parallel_size, parallel.pipeline_parallel_size and parallel.expert_parallel_size to 1"
 
 
-@cache
+FolderState = tuple[tuple[str, int, int, int], ...]
+"""Name, file, size and time of the last change of every file of a folder."""
+
+
+def state_of(source: str) -> FolderState:
+    """Returns what changes with the files of a checkpoint's folder; nothing of a name on the hub.
+
+    A source that is read once is kept as long as its files stay as they are: settings ask for it again and again.
+    """
+    folder = Path(source)
+    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    states = [(file.name, file.stat()) for file in files]
+    return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
+
+
 def pretrained(source: str, rope: Rope, implementation: str, split: bool, entries: int = 0) -> ModelSource:
     """Returns the checkpoint in a folder or on the hub, run by transformers' own code or the native decoder.
 
     `split`: whether matrices or layers are split over ranks; `entries`: entries up to which its vocabulary is extended.
     Raises PretrainedError if the checkpoint cannot be used.
     """
+    return _pretrained(source, state_of(source), rope, implementation, split, entries)
+
+
+@lru_cache(maxsize=64)
+def _pretrained(source: str, state: FolderState, rope: Rope, implementation: str, split: bool, entries: int) -> ModelSource:
     from longctx.hf.model import open_checkpoint, with_entries
     from longctx.model.checkpoint_files import PretrainedError
     from longctx.model.pretrained_decoder import NativeSource
@@ -136,12 +156,16 @@ def transformers_source(files: "CheckpointFiles", said: str = "") -> ModelSource
     return TransformersSource(files, said)
 
 
-@cache
 def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
     """Returns a checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`.
 
     Raises PretrainedError if the checkpoint cannot be used, LoraError if peft is not installed.
     """
+    return _adapted(source, state_of(source), rope, lora, dtype)
+
+
+@lru_cache(maxsize=64)
+def _adapted(source: str, state: FolderState, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
     if importlib.util.find_spec("peft") is None:
         raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
     from longctx.hf.model import open_checkpoint

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.attention import warm_up
+from longctx.errors import UserError
 from longctx.parallel.environment import Launch, processes_per_node
 from longctx.parallel.meeting import meet_all
 from longctx.parallel.peers import Peers
@@ -121,12 +122,41 @@ class Mesh:
                 "Do all nodes run the same versions of longctx and numpy, on the same store and settings?"
             )
 
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Closes the groups; after an error on one of several ranks they stay, as `leave` says."""
+        if error is None:
+            self.close()
+        else:
+            leave(together=False)
+
     def close(self) -> None:
         if self.peers is not None:
             self.peers.close()
         # Gloo's threads drop their last tensors under Python's lock, which the end of a group holds until they are done.
         time.sleep(0.01)
         dist.destroy_process_group()
+
+
+def leave(*, together: bool) -> None:
+    """Ends the groups of this process after an error, or another run in this process would meet them.
+
+    On several ranks only if all leave `together`: otherwise the end of a group may wait for the others, and the launcher ends
+    this process anyway.
+    """
+    if dist.is_initialized() and (together or dist.get_world_size() == 1):
+        dist.destroy_process_group()
+
+
+def require_no_group() -> None:
+    """Raises UserError if this process is in groups already, which are not this run's to use or to end."""
+    if dist.is_initialized():
+        raise UserError(
+            "this process has a process group already, of another trainer or of a run that failed on some of its ranks: call "
+            "torch.distributed.destroy_process_group() before, or start a new process"
+        )
 
 
 def number_of(digest: str) -> float:
@@ -154,13 +184,18 @@ def join(
     On GPUs all groups but `control` have only NCCL: gloo connects every pair of ranks of every group, which takes minutes at
     hundreds of ranks.
     """
+    require_no_group()
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
+        try:
+            return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
+        except BaseException:
+            leave(together=True)
+            raise
     store = meet_all(launch, timeout_s)
     peers = Peers(PrefixStore("peers", store), launch.rank, launch.world_size, timeout_s)
     try:

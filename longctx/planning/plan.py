@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from longctx.arguments import is_whole
 from longctx.errors import UserError
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.image_work import ImageWorks
@@ -123,11 +124,8 @@ class Plan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def layout(self, micro_batch: int, rank: int) -> Layout:
-        """Returns the tokens of `rank` in `micro_batch`, in buffer order. Raises ValueError if either is out of range."""
-        if not 0 <= micro_batch < len(self.micro_batches):
-            raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(self.micro_batches)}, counted from 0")
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not in this plan's domain of {self.ranks} ranks, counted from 0")
+        """Returns the tokens of `rank` in `micro_batch`, in buffer order. Raises PlanError if either is out of range."""
+        self._check_place(micro_batch, rank)
         return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.trees)
 
     def cross_layout(self, micro_batch: int, rank: int) -> CrossLayout:
@@ -135,9 +133,19 @@ class Plan:
 
         So a rank may hold a few tokens more than in the plan, by rounding: fewer than four per split document.
         """
+        self._check_place(micro_batch, rank)
+        if not self.sources:
+            raise PlanError("this plan has no sources, so there is no layout across: give make_plan sources, or use layout")
         placements = self.micro_batches[micro_batch]
         targets = [length - source for length, source in zip(self.lengths, self.sources, strict=True)]
         return CrossLayout.of(placements, targets, placements, self.sources, micro_batch, rank)
+
+    def _check_place(self, micro_batch: int, rank: int) -> None:
+        if not is_whole(micro_batch, 0, len(self.micro_batches) - 1):
+            count = len(self.micro_batches)
+            raise PlanError(f"micro-batch {micro_batch!r} is not in this plan: it has {count}, counted from 0")
+        if not is_whole(rank, 0, self.ranks - 1):
+            raise PlanError(f"rank {rank!r} is not in this plan's domain of {self.ranks} ranks, counted from 0")
 
     def to_json(self) -> dict[str, Any]:
         return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from longctx.arguments import check_arguments, sequence_of, whole
 from longctx.errors import UserError
 
 ROOT = -1
@@ -52,14 +53,14 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        rules = {"lengths": sequence_of("tokens", whole(least=1)), "parents": sequence_of("nodes", whole(least=ROOT))}
+        check_arguments(TreeError, rules, {"lengths": self.lengths, "parents": self.parents})
         if not self.lengths or len(self.lengths) != len(self.parents):
             raise TreeError(
                 f"a tree has {len(self.lengths)} lengths and {len(self.parents)} parents: give one of each per node"
             )
         path = [ROOT]  # nodes whose subtrees are open
-        for node, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
-            if length < 1:
-                raise TreeError(f"node {node} of a tree has {length} tokens: every node needs at least one; leave it out")
+        for node, parent in enumerate(self.parents):
             while path and path[-1] != parent:
                 path.pop()
             if not path or (parent == ROOT) != (node == 0):

@@ -14,8 +14,9 @@ from functools import cache
 
 import numpy as np
 
+from longctx.arguments import Rule, anything, checked, kind, mapping_of, or_none, row_of, sequence_of, whole
 from longctx.planning.assignment import least_degrees
-from longctx.planning.check import check_lengths, check_plan, check_settings, check_sources, check_trees
+from longctx.planning.check import MOST_TOKENS, check_lengths, check_plan, check_settings, check_sources, check_trees
 from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
 from longctx.planning.cost.model import StepTimes
 from longctx.planning.cost.tower import EncodingTimes, TowerSpeed
@@ -29,12 +30,27 @@ from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
 from longctx.planning.planners.search import finer_and_finer, search
 from longctx.planning.planners.static import best_static, plan_static
 from longctx.planning.planners.step import Candidate, Step, fastest
-from longctx.planning.tree import NO_TREES, Trees
+from longctx.planning.tree import NO_TREES, Tree, Trees
 
 CLOSE = 1.1
 """In a pipeline, token budgets whose first plan is within this factor of the best are searched further."""
 
 
+RULES: dict[str, Rule] = {
+    "lengths": row_of("document lengths"),
+    "profile": kind("a HardwareProfile, such as HardwareProfile.load('h100-nvlink-ib')", HardwareProfile),
+    "bins": or_none(mapping_of("lengths to degrees", whole(least=1), keys=whole(least=1))),
+    "pipeline": kind("a Pipeline of longctx.planning.pipeline", Pipeline),
+    "trees": mapping_of("documents to trees", kind("a Tree of longctx.planning.tree", Tree), keys=anything),
+    "sources": sequence_of("tokens of sources", whole(least=1, most=MOST_TOKENS)),
+    "parts": kind("PartCosts of longctx.planning.parts", PartCosts),
+    "images": or_none(mapping_of("documents to their images", row_of("images"), keys=whole(least=0))),
+    "tower": or_none(kind("a TowerSpeed of longctx.planning.cost.tower", TowerSpeed)),
+}
+"""Rules of the arguments that `check_settings` does not check."""
+
+
+@checked(PlanError, **RULES)
 def make_plan(
     lengths: Sequence[int],
     *,
