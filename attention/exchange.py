@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from longctx.arguments import ArgumentError, checked, kind, or_none
+
 Rows = Sequence[tuple[int, int]]
 """(peer, number of rows) of each message, peers ascending."""
 
@@ -139,6 +141,10 @@ class Exchange:
         )
 
 
+@checked(
+    group=or_none(kind("a process group of torch.distributed", dist.ProcessGroup)),
+    device=kind("a torch.device or its name", torch.device, str),
+)
 def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
     """Connects the ranks of `group` (None: the default group) by a ring of messages. All of them must call it, once.
 
@@ -152,10 +158,8 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
 
     Raises ExchangeError if a message fails or times out (on gloo), or is not from the neighbor.
     """
-    if not (group is None or isinstance(group, dist.ProcessGroup)):
-        raise ExchangeError(f"group is {group!r}: must be a process group of torch.distributed, or None")
     if not dist.is_initialized():
-        raise ExchangeError("torch.distributed is not initialized: call init_process_group first")
+        raise ArgumentError("torch.distributed is not initialized, so there is no group: call init_process_group first")
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         return

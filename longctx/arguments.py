@@ -125,7 +125,7 @@ def anything(_: Any) -> str:
     return ""
 
 
-def path(value: Any) -> str:
+def a_path(value: Any) -> str:
     """The rule of an argument that names a file or folder."""
     return "" if isinstance(value, str | Path) else "must be a path, as str or pathlib.Path"
 
@@ -139,6 +139,18 @@ def row_of(what: str) -> Rule:
         return "" if is_row else f"must be a list of {what}"
 
     return check
+
+
+def tuple_of(what: str, rule: Rule) -> Rule:
+    """The rule of a tuple, with the rule of its elements."""
+    elements = sequence_of(what, rule)
+    return lambda values: elements(values) if isinstance(values, tuple) else f"must be a tuple of {what}"
+
+
+def list_of(what: str, rule: Rule) -> Rule:
+    """The rule of a list or tuple, and no array, with the rule of its elements."""
+    elements = sequence_of(what, rule)
+    return lambda values: elements(values) if isinstance(values, list | tuple) else f"must be a list of {what}"
 
 
 def sequence_of(what: str, rule: Rule) -> Rule:
@@ -189,7 +201,8 @@ def token_ids(
 
     `ignored` is the only negative number that there may be, in labels.
     """
-    if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Iterable):
+    is_scalar = getattr(documents, "ndim", 1) == 0
+    if isinstance(documents, str | bytes | Mapping) or is_scalar or not isinstance(documents, Iterable):
         raise error(f"{name} is {said(documents)}: must be a list of documents, each a list or array of token ids")
     return [_ids(f"{name}[{index}]", document, error, ignored) for index, document in enumerate(documents)]
 

@@ -33,9 +33,9 @@ def expanded(given: Path | str) -> str:
     What exists as it is written stays as it is. Raises PathError for an address such as s3://bucket/x, a variable that is not
     set, and a user who does not exist.
     """
-    text = os.fspath(given)
-    if not isinstance(text, str):
-        raise PathError(repr(text), "a path must be a text", "give a str or a pathlib.Path")
+    if not isinstance(given, str | Path):
+        raise PathError(repr(given), "a path must be a text", "give a str or a pathlib.Path")
+    text = str(given)
     if scheme := _SCHEME.match(text):
         raise _elsewhere(text, scheme[1].lower())
     if not ("~" in text or "$" in text) or os.path.lexists(text):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from longctx.arguments import a_path, checked, flag, kind, or_none, whole
 from longctx.config import Config, check
 from longctx.errors import UserError, raise_together
 from longctx.memory.fitting import DoesNotFit, check_memory, fitted_run
@@ -33,6 +34,14 @@ ON_EVERY_RANK = (RanksDiffer, DoesNotFit, NonFiniteLoss, ProfilesDiffer, checkpo
 """Errors that are raised on all ranks alike, after the processes have joined."""
 
 
+@checked(
+    config=kind("settings of load_config(PATH), not their file", Config),
+    resume=flag,
+    step=or_none(whole(least=0)),
+    resume_if_any=flag,
+    continued=or_none(a_path),
+    trace_steps=or_none(kind("a range of steps", range)),
+)
 def train(
     config: Config,
     *,

@@ -288,7 +288,7 @@ def test_reading_stops_at_a_limit(tmp_path: Path, options: dict[str, int], kept:
 def test_limits_count_token_ids_by_four(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": IDS}] * 3)
     assert len(list(open_corpus(str(source), max_bytes=21).documents())) == 2
-    with pytest.raises(CorpusError, match="max_documents is 0: it must be at least 1"):
+    with pytest.raises(CorpusError, match="max_documents is 0: must be a whole number ≥ 1"):
         open_corpus(str(source), max_documents=0)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from longctx.arguments import a_path, checked, flag, kind, or_none, whole
 from longctx.data.records.chat import ChatError
 from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
@@ -206,6 +207,21 @@ def _count(counts: dict[str, int], *names: str) -> None:
         counts[name] = counts.get(name, 0) + 1
 
 
+_TEXT = kind("a text", str)
+
+
+@checked(
+    CorpusError,
+    source=a_path,
+    text_column=or_none(_TEXT),
+    split=or_none(_TEXT),
+    as_text=flag,
+    subset=or_none(_TEXT),
+    revision=or_none(_TEXT),
+    max_documents=or_none(whole(least=1)),
+    max_bytes=or_none(whole(least=1)),
+    document_separator=or_none(_TEXT),
+)
 def open_corpus(
     source: str,
     *,
@@ -225,9 +241,6 @@ def open_corpus(
     a data set of the hub is streamed. `document_separator` separates documents in files that are one text each.
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
-    for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
-        if limit is not None and limit < 1:
-            raise CorpusError(f"{name} is {limit}: it must be at least 1")
     source = expanded(source)
     if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
         if as_text:

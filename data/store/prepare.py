@@ -7,12 +7,13 @@ content of the source and all settings; if the store at OUT already matches it, 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from longctx import tokenizer_files
+from longctx.arguments import a_path, callable_, checked, flag, kind, or_none, whole
 from longctx.checksums import checksums
 from longctx.data.records.chat import CHATML, TEMPLATE_FILE
 from longctx.data.records.corpus import STANDARD_LIBRARY, Corpus, SourceCounts, open_corpus
@@ -43,6 +44,14 @@ class Prepared:
     stays: tuple[str, ...] = ()
 
 
+@checked(
+    StoreError,
+    corpus=kind("a path, a name, or a Corpus of open_corpus", Corpus, str, Path),
+    out=a_path,
+    workers=or_none(whole(least=1)),
+    overwrite=flag,
+    progress=callable_,
+)
 def prepare(
     corpus: Corpus | str | Path,
     out: Path | str,
@@ -74,6 +83,9 @@ def prepare(
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     progress("reading the source", 0)
+    known = [each.name for each in fields(StoreRequest) if each.name != "source"]
+    if unknown := sorted(choices.keys() - set(known)):
+        raise StoreError(f"prepare has no argument {unknown[0]}: it takes {', '.join(known)}")
     request = StoreRequest(corpus, **choices)
     digest = request.digest
     progress("reading the source", 1)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from longctx.arguments import Rule, a_path, anything, check_arguments, flag, kind, mapping_of, or_none, whole
 from longctx.data import TRUNCATED
 from longctx.data.records.chat import TRAIN_ON, ChatError, ChatML
 from longctx.data.records.corpus import Corpus
@@ -18,6 +19,20 @@ from longctx.paths import expanded
 
 TREATMENTS = ("error", "drop", *TRUNCATED)
 """What may happen to conversations that are too long."""
+
+
+_TEXT = kind("a text", str)
+RULES: dict[str, Rule] = {
+    "source": kind("a Corpus of open_corpus", Corpus),
+    "tokenizer": a_path,
+    "vocab_size": whole(least=1),
+    "end_of_document": or_none(_TEXT),
+    "chat_template": a_path,
+    "template_variables": or_none(mapping_of("variables of the chat template", anything, keys=_TEXT)),
+    "max_length": or_none(whole(least=1)),
+    "empty_thoughts": flag,
+    "special_as_text": flag,
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,7 @@ class StoreRequest:
     special_as_text: bool = False
 
     def __post_init__(self) -> None:
+        check_arguments(ChatError, RULES, vars(self))
         for name in ("tokenizer", "chat_template"):
             object.__setattr__(self, name, expanded(getattr(self, name)))
         if self.train_on not in TRAIN_ON:

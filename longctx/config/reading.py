@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from longctx.arguments import a_path, checked, kind, list_of, mapping_of, or_none, whole
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
@@ -53,6 +54,13 @@ Values = dict[str, Any]
 """Settings as read, by section, or by key."""
 
 
+@checked(
+    ConfigError,
+    path=or_none(a_path),
+    overrides=list_of("settings such as 'train.steps=10'", kind("a text", str)),
+    world_size=or_none(whole(least=1)),
+    defaults=or_none(mapping_of("sections", kind("a mapping of settings", Mapping), keys=kind("a text", str))),
+)
 def load(
     path: Path | str | None,
     overrides: Sequence[str] = (),

@@ -25,11 +25,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
+from longctx.arguments import checked, flag, kind, only, or_none, whole
 from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.grouped_product import leaves_gradients
 from longctx.attention.linear import Recurrence, not_compiled
 from longctx.attention.masks import Mask
-from longctx.attention.ring import RingAttention
+from longctx.attention.ring import RULES, RingAttention
 from longctx.attention.ulysses import HybridAttention
 from longctx.errors import install
 from longctx.hf.exactness import HuggingFaceError, Kind, check_config, check_length, check_model, refuse_arguments, replaced
@@ -64,6 +65,7 @@ class PackedTokens(Protocol):
     def positions(self) -> torch.Tensor: ...
 
 
+@checked(HuggingFaceError, causal=flag, head=flag)
 def prepare(model: Any, *, causal: bool = True, head: bool = True) -> None:
     """Replaces the attention of a causal language model of transformers with ring attention, and checks that this is exact.
 
@@ -170,6 +172,23 @@ def configs_of_parts(model: Any) -> list[Any]:
     return [getattr(part, "config", model.config) for part in (model.get_encoder(), model.get_decoder())]
 
 
+def _is_batch(value: Any) -> str:
+    """The rule of a rank's share of a micro-batch."""
+    names = ("layout", "tokens", "labels", "positions")
+    if all(hasattr(value, name) for name in names):
+        return ""
+    return "must be a MicroBatch, such as pack_documents returns: a list of them is one for each micro-batch"
+
+
+@checked(
+    HuggingFaceError,
+    model=kind("a model of transformers, or a wrapper around it", torch.nn.Module),
+    batch=_is_batch,
+    target_tokens=or_none(whole(least=0)),
+    **only("group", "kernel", "keep_kv", "deterministic", "ranks_per_node", "across", of=RULES),
+    blocks=or_none(kind("a mapping of documents to spans, see Mask", Mapping)),
+    device=kind("a torch.device or its name", torch.device, str),
+)
 def model_inputs(
     model: torch.nn.Module,
     batch: PackedTokens,

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from longctx.arguments import said
 from longctx.errors import UserError
 from longctx.paths import local_path
 from longctx.safe_yaml import YamlError, parse, read_text
@@ -115,6 +116,8 @@ class HardwareProfile:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "hardware profile") -> "HardwareProfile":
         """Builds a profile from plain data. Raises ProfileError naming `source` and every missing or invalid constant."""
+        if not isinstance(values, Mapping):
+            raise ProfileError(f"{source} is {said(values)}: must be a mapping of constants")
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in values.items() if key not in ("name", "about", "describes", "measured")}
         missing = sorted(field.name for field in fields(cls) if field.default is MISSING and field.name not in values)

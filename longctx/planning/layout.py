@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from longctx.arguments import Rule, checked, kind, sequence_of, whole
+from longctx.errors import UserError
 from longctx.planning.tree import NO_TREES, Tree, Trees
 
 Span = tuple[int, int]
@@ -187,6 +189,22 @@ class Layout:
         return [(shard, shard) for shard in self.shards]
 
 
+class LayoutError(UserError):
+    """Placements and lengths that are not those of one micro-batch."""
+
+
+_PLACEMENTS = sequence_of("placements of a micro-batch of a plan", kind("a Placement", Placement))
+_LENGTHS = sequence_of("lengths", whole(least=0))
+CROSS_RULES: dict[str, Rule] = {
+    "targets": _PLACEMENTS,
+    "target_lengths": _LENGTHS,
+    "sources": _PLACEMENTS,
+    "source_lengths": _LENGTHS,
+    "micro_batch": whole(least=0),
+    "rank": whole(least=0),
+}
+
+
 @dataclass(frozen=True)
 class CrossLayout:
     """The shards of one rank whose tokens see other sequences: the target of each document sees its source.
@@ -204,6 +222,7 @@ class CrossLayout:
     pairs: tuple[tuple[Shard, Shard], ...]
 
     @classmethod
+    @checked(LayoutError, **CROSS_RULES)
     def of(
         cls,
         targets: Sequence[Placement],
@@ -215,11 +234,14 @@ class CrossLayout:
     ) -> "CrossLayout":
         """Builds the layout of `rank` from the placements of a micro-batch, of the same documents in any order.
 
-        Raises ValueError if the documents of targets and sources differ, or if one has no token.
+        Raises LayoutError if the documents of targets and sources differ, or if one has no token.
         """
+        for name, placements, lengths in (("target", targets, target_lengths), ("source", sources, source_lengths)):
+            if missing := [p.document for p in placements if p.document >= len(lengths)]:
+                raise LayoutError(f"document {missing[0]} has no {name} length: {name}_lengths has {len(lengths)} elements")
         by_document = {source.document: source for source in sources}
         if sorted(by_document) != sorted(target.document for target in targets):
-            raise ValueError(
+            raise LayoutError(
                 f"targets are of documents {sorted(target.document for target in targets)}, sources of {sorted(by_document)}: "
                 "place target and source of a document in one micro-batch"
             )
@@ -233,7 +255,7 @@ class CrossLayout:
             document = target.document
             target_length, source_length = target_lengths[document], source_lengths[document]
             if min(target_length, source_length) < 1:
-                raise ValueError(
+                raise LayoutError(
                     f"document {document} has {source_length} source and {target_length} target tokens: needs one or more of "
                     "each"
                 )

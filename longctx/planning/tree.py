@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.arguments import check_arguments, sequence_of, whole
+from longctx.arguments import check_arguments, tuple_of, whole
 from longctx.errors import UserError
 
 ROOT = -1
@@ -53,7 +53,7 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        rules = {"lengths": sequence_of("tokens", whole(least=1)), "parents": sequence_of("nodes", whole(least=ROOT))}
+        rules = {"lengths": tuple_of("tokens", whole(least=1)), "parents": tuple_of("nodes", whole(least=ROOT))}
         check_arguments(TreeError, rules, {"lengths": self.lengths, "parents": self.parents})
         if not self.lengths or len(self.lengths) != len(self.parents):
             raise TreeError(
