@@ -119,3 +119,31 @@ def test_cutting_a_segment_keeps_what_is_seen_and_no_more(
 
 def test_the_setting_offers_every_kernel() -> None:
     assert get_args(ContextSection.model_fields["kernel"].annotation) == ("auto", *KERNELS)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("band", [(None, 0), (None, None), (-2, 0)], ids=["causal", "dense", "window"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "all of k"])
+def test_nan_stays_nan(name: str, band: tuple[int | None, int | None], where: str) -> None:
+    """Rows that see NaN are NaN, forward and backward, and not zeros as if they saw nothing."""
+    torch.manual_seed(0)
+    tensors = {each: torch.randn(6, 2, 16) for each in "qkv"}
+    place = slice(None) if where == "all of k" else 3
+    tensors[where[-1]][place, 0, 2] = torch.nan
+    q, k, v = tensors.values()
+    segment, options = Segment(0, 6, 0, 6, *band), Options(0.5)
+    kernel = KERNELS[name]
+    out, lse = kernel.forward(q, k, v, [segment], options)
+    seen = visible(segment, q.device)
+    if where == "q":
+        sick = torch.arange(6) == 3
+    elif where == "all of k":
+        sick = torch.ones(6, dtype=torch.bool)
+    else:
+        sick = seen[:, 3]
+    assert out[sick, 0].isnan().any(-1).all()
+    assert where == "v" or lse[sick, 0].isnan().all()
+    assert out[:, 1].isfinite().all(), "another head is not concerned"
+    gradients = kernel.backward(torch.ones_like(out), q, k, v, out, lse, [segment], options)
+    assert any(gradient[:, 0].isnan().any() for gradient in gradients)
+    assert all(gradient[:, 1].isfinite().all() for gradient in gradients)

@@ -2,7 +2,8 @@
 
 The op's causal mask is aligned to the top left, and the op crashes on empty keys: only segments with equal numbers of queries
 and keys are passed as causal, and empty segments are dropped. The op does not support bands: a banded segment is cut into
-blocks of queries, each with a mask and the keys that its queries see.
+blocks of queries, each with a mask and the keys that its queries see. Of NaN in queries and keys the op makes rows of zeros
+(pytorch 141128), as if a query saw nothing: such calls are computed by the reference kernel, and stay NaN.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from longctx.attention.kernels import reference
 from longctx.attention.kernels.contract import BackwardSizes, Gradients, KernelRequest, Options
 from longctx.attention.segments import Segments, visible
 
@@ -36,6 +38,9 @@ def workspace(sizes: BackwardSizes) -> int:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options) -> tuple[Tensor, Tensor]:
     """Implements `contract`."""
+    if _has_nan(q) or _has_nan(k):
+        exact, lse = reference.forward(q, k, v, segments, options)
+        return exact.to(q.dtype), lse
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype)
@@ -52,6 +57,8 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, options: Options
 ) -> Gradients:
     """Implements `contract`."""
+    if _has_nan(lse):
+        return reference.backward(dout, q, k, v, out, lse, segments, options)
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))  # several blocks may add to a key
     for rows, keys, causal, mask in _blocks(segments, q):
@@ -86,6 +93,11 @@ def _blocks(segments: Segments, like: Tensor) -> Iterator[tuple[slice, slice, bo
             if not block.dense:
                 mask = torch.where(visible(block, like.device), 0.0, float("-inf")).to(like.dtype)
             yield block.queries, block.keys, False, mask
+
+
+def _has_nan(x: Tensor) -> bool:
+    """Returns whether a tensor has NaN, or infinities of both signs."""
+    return bool(x.sum(dtype=torch.float32).isnan())
 
 
 def _heads(x: Tensor) -> Tensor:

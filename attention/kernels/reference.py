@@ -31,7 +31,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Option
         rows, keys = segment.queries, segment.keys
         scores, _ = _scores(q64, k64, segment, options)
         total = scores.logsumexp(dim=-1)
-        probabilities = (scores - total.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
+        probabilities = (scores - _finite(total).unsqueeze(-1)).exp_()
         out[rows] = torch.einsum("hqk,khd->qhd", probabilities, v64[keys])
         lse[rows] = total.T
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -50,7 +50,8 @@ def backward(
     for segment in segments:
         rows, keys = segment.queries, segment.keys
         scores, slope = _scores(q64, k64, segment, options)
-        probabilities = (scores - lse[rows].double().T.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
+        total = lse[rows].double().T
+        probabilities = (scores - _finite(total).unsqueeze(-1)).exp_()
         dv[keys] += torch.einsum("hqk,qhd->khd", probabilities, dout64[rows])
         dprobabilities = torch.einsum("qhd,khd->hqk", dout64[rows], v64[keys])
         dscores = probabilities * (dprobabilities - delta[rows].T.unsqueeze(-1)) * slope
@@ -68,6 +69,11 @@ def _scores(q: Tensor, k: Tensor, segment: Segment, options: Options) -> tuple[T
         bent = torch.tanh(scores / softcap)
         scores, slope = softcap * bent, scale * (1 - bent * bent)
     return scores.masked_fill_(~visible(segment, q.device), float("-inf")), slope
+
+
+def _finite(total: Tensor) -> Tensor:
+    """Returns log-sum-exps with 0 for queries that see no key, whose scores are -inf; NaN stays NaN."""
+    return total.masked_fill(total.isneginf(), 0.0)
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:

@@ -135,7 +135,7 @@ def forward_kernel(
             DIM, V_DIM, BLOCK_DIM, BLOCK_V_DIM, BLOCK_Q, BLOCK_K, CAPPED, True, PRECISION,
         )  # fmt: skip
 
-    seen = total > 0
+    seen = total != 0  # also where it is NaN, which must stay
     acc = acc / tl.where(seen, total, 1.0)[:, None]
     lse_block = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
     out_row = heads * V_DIM
