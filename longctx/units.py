@@ -1,6 +1,7 @@
 """Formats memory sizes, counts and ranks for people, and reads whole numbers that they write."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 
 def whole_number(text: str) -> int | None:
@@ -30,3 +31,11 @@ def format_ranks(ranks: Sequence[int]) -> str:
         else:
             spans.append((rank, rank))
     return "ranks " + ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
+
+
+def largest(numbers: Iterable[float], default: float = math.nan) -> float:
+    """Returns the largest number, NaN if one is NaN, which `max` overlooks unless it comes first; `default` of none."""
+    found = list(numbers)
+    if any(map(math.isnan, found)):
+        return math.nan
+    return max(found, default=default)

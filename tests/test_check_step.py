@@ -1,7 +1,10 @@
 """`longctx check-step` names faults that were put in by hand, and finds none in right steps."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +94,40 @@ def test_a_step_on_other_data_has_no_known_fault() -> None:
 
     report = check_step(make, [SHORT])
     assert report.status == 2 and "no token of the probe was in a call of the model" in report.lines()[0]
+
+
+def by_hand(probe: Probe, spoil: Callable[[Any], None], loss: float | None = None) -> Step:
+    """A step that is right, but for what `spoil` does to its model's gradients."""
+    model = probe.model("qwen3")
+    with record(model) as seen:
+        targets = sum(label != -100 for row in probe.rows for label in row["labels"][1:])
+        for row in probe.rows:
+            logits = model(torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+            labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
+            (torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / targets).backward()
+        spoil(model)
+        return seen.step(loss=loss)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj", "model.norm", "model.embed_tokens", "lm_head"])
+def test_a_gradient_that_is_not_finite_is_never_right(name: str, value: float) -> None:
+    """Of all parameters but the head's it was right, with status 0."""
+
+    def spoil(model: Any) -> None:
+        weight = model.get_submodule(name).weight
+        weight.grad[..., 0].fill_(value)
+
+    assert check_step(partial(by_hand, spoil=lambda model: None), [SHORT]).status == 0
+    report = check_step(partial(by_hand, spoil=spoil), [SHORT])
+    assert report.status != 0
+    if name != "lm_head":
+        assert "NaN or infinity" in "\n".join(report.lines())
+
+
+def test_a_loss_that_is_nan_is_never_right() -> None:
+    report = check_step(partial(by_hand, spoil=lambda model: None, loss=float("nan")), [SHORT])
+    assert report.status != 0 and "the logged loss is wrong" in "\n".join(report.lines())
 
 
 def test_a_step_without_gradients_is_refused() -> None:

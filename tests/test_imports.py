@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "plots": {"errors", "units", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
     "trainers": CORE | {"training", "memory"},
-    "check": {"errors"},
+    "check": {"errors", "units"},
     "report": CORE | {"training"},
     "start": CORE | {"training", "memory", "report"},
     "commands": CORE

@@ -17,6 +17,7 @@ from torch import nn
 
 from longctx.check.probe import Tokens
 from longctx.errors import UserError
+from longctx.units import largest
 
 Tensors = dict[str, torch.Tensor]
 
@@ -230,7 +231,9 @@ def _mean(of_ranks: Sequence[Tensors]) -> tuple[Tensors, dict[str, float]]:
     for name in dict.fromkeys(name for gradients in of_ranks for name in gradients):
         found = [gradients.get(name) for gradients in of_ranks]
         mean[name] = torch.stack([each for each in found if each is not None]).sum(0) / len(found)
-        most = max(float((mean[name] if each is None else each - mean[name]).norm()) for each in found)
-        if most > 1e-5 * float(mean[name].norm()):
+        if not mean[name].isfinite().all():  # which the verdict says of the mean
+            continue
+        most = largest(float((mean[name] if each is None else each - mean[name]).norm()) for each in found)
+        if not most <= 1e-5 * float(mean[name].norm()):
             apart[name] = most / max(float(mean[name].norm()), 1e-30)
     return mean, apart

@@ -55,7 +55,7 @@ class Columns(NamedTuple):
         lower, failed = torch.linalg.cholesky_ex(gram)
         if failed or float(lower.diagonal().min()) < 1e-5:  # two columns that are alike: they share the weight
             values, vectors = torch.linalg.eigh(gram)
-            kept = values > 1e-11 * values[-1]
+            kept = ~(values <= 1e-11 * values[-1])
             weights = (vectors[:, kept] / values[kept]) @ (vectors[:, kept].T @ projected) / scale
         else:
             weights = torch.cholesky_solve(projected[:, None], lower)[:, 0] / scale

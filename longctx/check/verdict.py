@@ -12,6 +12,7 @@ from longctx.check.fit import EXACT, NEAR, Fit, Pair
 from longctx.check.probe import END
 from longctx.check.record import Record, Tensors
 from longctx.check.reference import Prediction, Reference
+from longctx.units import largest
 
 SAME = 2e-3
 """Largest difference of weights, relative to 1/N, that counts as none."""
@@ -70,7 +71,7 @@ class Facts:
         self.relative = {pair: weight * len(self.wanted) for pair, weight in fit.pairs().items()}
         if not any(target == END for _, target in self.relative):  # nobody knows which tokens predict the ends of documents
             self.wanted = [pair for pair in self.wanted if pair[1] != END]
-        counted = {pair: weight for pair, weight in self.relative.items() if abs(weight) > SAME}
+        counted = {pair: weight for pair, weight in self.relative.items() if not abs(weight) <= SAME}
         self.kept = {pair: counted[pair] for pair in self.wanted if pair in counted}
         self.lost = [pair for pair in self.wanted if pair not in counted]
         self.extra = {pair: weight for pair, weight in counted.items() if pair not in self.kept}
@@ -301,10 +302,16 @@ def _backward(facts: Facts, gradients: Tensors) -> Iterator[Finding]:
     off = defaultdict[int, dict[str, str]](dict)
     for name, expected in gradients.items() if facts.reference.output else ():
         found = facts.record.gradients[name]
-        if float((found - expected).norm()) > BACKWARD * max(sizes[name], 1e-3 * max(sizes.values())):
+        if not float((found - expected).norm()) <= BACKWARD * max(sizes[name], 1e-3 * largest(sizes.values())):
             ratio = float((found * expected).sum()) / max(sizes[name] ** 2, 1e-300)
             scaled = float((found - ratio * expected).norm()) < BACKWARD * float(found.norm())
-            words = "none" if not found.any() else f"{ratio:.3g} times what it should be" if scaled else "another"
+            words = "another"
+            if not found.isfinite().all():
+                words = "NaN or infinity"
+            elif not found.any():
+                words = "none"
+            elif scaled:
+                words = f"{ratio:.3g} times what it should be"
             off[next((int(part) for part in name.split(".") if part.isdigit()), -1)][name] = words
     if off:
         last = max(off)
@@ -318,13 +325,13 @@ def _log(facts: Facts, loss: float | None) -> Iterator[Finding]:
     record = facts.record
     if record.loss is not None and loss is not None:
         right = _right_loss(facts)
-        if min(abs(record.loss - right), abs(record.loss - loss)) > LOGGED * right:
+        if not min(abs(record.loss - right), abs(record.loss - loss)) <= LOGGED * right:
             yield Finding(
                 "the logged loss is wrong", f"{record.loss:.5g} and not {right:.5g} ({record.loss / right:.4g} times)"
             )
     if record.norm is not None and not record.apart:
         norm = sum(float(value.norm()) ** 2 for value in record.gradients.values()) ** 0.5
-        if abs(record.norm - norm) > LOGGED * norm:
+        if not abs(record.norm - norm) <= LOGGED * norm:
             words = f"{record.norm:.5g} and not {norm:.5g} ({record.norm / norm:.4g} times)"
             yield Finding("the logged gradient norm is wrong", words)
 

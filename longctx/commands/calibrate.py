@@ -110,6 +110,6 @@ def _draw(measured: "Measured", out: Path) -> None:
         f"measured {check['measured_s']:.4g} s ({check['error']:+.1%})",
         highlight=False,
     )
-    if abs(check["error"]) > FAR_OFF:
+    if not abs(check["error"]) <= FAR_OFF:
         console.print("warning: that is far off: stop other load on the machine and measure again", style="yellow")
     console.print(f"written to {out}: use it with --context.profile {out}", highlight=False)

@@ -22,6 +22,7 @@ from longctx.parallel.timing import finish
 from longctx.training.data import build_loader
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trainer import Trainer
+from longctx.units import largest
 
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Maximum relative difference of losses due to rounding, by train.dtype."""
@@ -150,7 +151,7 @@ def train_in_turn(
         while len(rounds) < warmup + steps and not any(trainer.stopping for trainer in trainers):
             rounds.append([_step(trainer) for trainer in trainers])
             tell(_line(modes, rounds[-1], of=warmup + steps))
-    difference = max((abs(step["loss"] / row[0]["loss"] - 1) for row in rounds for step in row), default=math.inf)
+    difference = largest((abs(step["loss"] / row[0]["loss"] - 1) for row in rounds for step in row), default=math.inf)
     measured = rounds[warmup:]
     if not measured:
         raise UserError(f"stopped after {len(rounds)} steps, {warmup} of them warm-up: nothing was measured")
