@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.build import join_run, prepare_run_kernels
     from longctx.training.run_profile import default_profile
 
-    launch = Launch.read()
+    launch = Launch.to_join()
     # Ignore context.profile: it may name the file to be written.
     settings = [*arguments.overrides, "context.profile=null"]
     config = load(arguments.config, settings, world_size=launch.world_size)

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.environment import Launch
 
     probes = named(arguments.probe or ())
-    launch = Launch.read()
+    launch = Launch.to_join()
     if launch.world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.device import prepare_device
     from longctx.parallel.environment import Launch
 
-    launch = Launch.read()
+    launch = Launch.to_join()
     if arguments.documents is not None and arguments.documents < 1:
         raise UserError(f"--documents is {arguments.documents}: must be at least 1")
     target = Target.open(arguments.target, arguments.overrides, launch.world_size)

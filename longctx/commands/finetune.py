@@ -100,11 +100,15 @@ def _checked(arguments: argparse.Namespace) -> int:
     import torch
     from torch.distributed import is_torchelastic_launched
 
+    from longctx.parallel.environment import is_task, other_tasks
+
     if is_torchelastic_launched():
         raise UserError(
             "torchrun started this process, but finetune starts its own: omit torchrun, and give --processes; on several "
             "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
         )
+    if is_task():
+        raise UserError(other_tasks())
     given = stands_in(arguments)
     if arguments.data is None and not given:
         raise UserError(

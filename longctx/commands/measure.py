@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.run_profile import run_profile
 
     check_writable(arguments.out)
-    launch = Launch.read()
+    launch = Launch.to_join()
     show = launch.rank == 0
     config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
     run = Run.open(config)

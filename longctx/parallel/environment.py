@@ -27,7 +27,69 @@ class Launch:
                 raise UserError(
                     f"the environment variable {name} is {value!r}: it must be a number; unset it, or start with torchrun"
                 )
-        return cls(*map(int, values.values()))
+        launch = cls(*map(int, values.values()))
+        launch._check()
+        return launch
+
+    def _check(self) -> None:
+        """Raises UserError for places that cannot be, as when only some of the variables are set."""
+        if self.rank >= self.world_size:
+            raise UserError(
+                f"the environment variable RANK is {self.rank}, but WORLD_SIZE is {self.world_size}, so there is no such rank: "
+                "set both, or start with torchrun"
+            )
+        if self.world_size > 1 and "RANK" not in os.environ:
+            raise UserError(
+                f"the environment variable WORLD_SIZE is {self.world_size}, but RANK is not set, so that all processes would "
+                "be rank 0: set both, or start with torchrun"
+            )
+
+    @classmethod
+    def to_join(cls) -> "Launch":
+        """Reads the environment of a process that is about to run with the others, and not before others are started.
+
+        Raises UserError for a task of a launcher that torchrun does not know: each of the tasks would run alone.
+        """
+        tasks = other_tasks()
+        if tasks:
+            raise UserError(tasks)
+        return cls.read()
+
+
+OTHER_LAUNCHERS = {
+    "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE",),
+    "MPICH or Intel MPI": ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "Flux": ("FLUX_JOB_SIZE",),
+}
+"""Launchers of tasks → variables with the number of the tasks, the first of which counts."""
+
+
+def other_tasks() -> str:
+    """Returns what is wrong if a launcher has started several tasks, and torchrun none of them; nothing otherwise.
+
+    Processes are those of torchrun alone. SLURM's and MPI's numbers of tasks may be of the allocation, and not of this command,
+    so that they are not taken for ranks.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return ""
+    for launcher, names in OTHER_LAUNCHERS.items():
+        name = next((name for name in names if name in os.environ), None)
+        tasks = None if name is None else whole_number(os.environ[name])
+        if tasks is not None and tasks > 1:
+            return (
+                f"{launcher} has {tasks} tasks ({name}), but torchrun started none of them, so each would run alone: start "
+                "one task per node with torchrun in it, such as srun --ntasks-per-node 1 torchrun --nnodes N --nproc-per-node "
+                "GPUS --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m longctx train .. (docs/clusters.md); or set "
+                "WORLD_SIZE=1 and RANK=0 for a single process"
+            )
+    return ""
+
+
+def is_task() -> bool:
+    """Returns whether this process is one of several tasks, and not the script of an allocation for several."""
+    of_slurm = "SLURM_STEP_ID" in os.environ
+    return bool(other_tasks()) and (of_slurm or not any(name.startswith("SLURM_") for name in os.environ))
 
 
 def wait_for_rank_0() -> None:

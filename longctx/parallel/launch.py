@@ -10,7 +10,7 @@ from torch.distributed import is_torchelastic_launched
 
 import longctx
 from longctx.errors import UserError
-from longctx.parallel.environment import Launch, share_cores
+from longctx.parallel.environment import Launch, is_task, other_tasks, share_cores
 
 
 def launches(processes: int) -> bool:
@@ -21,6 +21,8 @@ def launches(processes: int) -> bool:
     if processes < 1:
         raise UserError(f"--processes is {processes}: must be at least 1")
     if not is_torchelastic_launched():
+        if processes > 1 and is_task():
+            raise UserError(f"--processes is {processes}, but {other_tasks()}")
         return processes > 1
     started = Launch.read().local_world_size
     if started != processes:

@@ -10,7 +10,7 @@ from pyarrow import compute
 from longctx.errors import UserError
 from longctx.hf.attention import configs_of_parts
 from longctx.hf.vision import weights_of_images
-from longctx.parallel.environment import Launch
+from longctx.parallel.environment import Launch, other_tasks
 from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, is_own
 
 ANSWERS = "qa_outputs"
@@ -94,6 +94,8 @@ def _argument_problems(traits: Traits) -> Iterator[str]:
             f"{started} processes were started, but the trainer sees {args.world_size}, so each would train by itself: set "
             f"use_cpu=True in {type(args).__name__} if there are no GPUs"
         )
+    if args.world_size == 1 and (tasks := other_tasks()):
+        yield tasks
     if args.n_gpu > 1:
         yield f"one process uses {args.n_gpu} GPUs: start a process per GPU by torchrun or accelerate"
     if trainer.is_deepspeed_enabled:
