@@ -20,6 +20,8 @@ import longctx
 from longctx.cli import main
 from longctx.config import load
 from longctx.errors import UserError
+from longctx.hf.attention import model_inputs
+from longctx.hf.attention import prepare as prepare_model
 from longctx.hf.linear_costs import linear_costs
 from longctx.training.saved.export import export
 from longctx.training.stop_signal import StopSignal
@@ -203,3 +205,24 @@ def test_costs_of_linear_layers_with_weights_of_the_same_shapes() -> None:
         layer = module.Qwen3NextGatedDeltaNet(config, 0)
         costs.append(linear_costs(layer, type(layer), 32))
     assert costs[0] != costs[1]
+
+
+def test_a_forward_that_is_interrupted_leaves_other_models_their_packing() -> None:
+    """Torch calls no hook after Ctrl-C: every other packed model of the process mixed its documents from then on."""
+    prepared = build_model("llama", "eager")
+    plain = build_model("llama", "sdpa")
+    plain.load_state_dict(prepared.state_dict())
+    prepare_model(prepared)
+    plan = longctx.make_plan([5, 7], ranks=1, tokens_per_rank=64, profile=longctx.HardwareProfile.load("cpu-2core"))
+    (batch,), _ = longctx.pack_documents(plan, 0, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]])
+    inputs = model_inputs(prepared, batch)
+    row = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"], "use_cache": False}
+    with torch.no_grad():
+        wanted = plain(**row).logits
+        assert (prepared(**inputs).logits - wanted).abs().max() < 1e-5
+        ending = prepared.model.layers[0].register_forward_pre_hook(failing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            prepared(**inputs)
+        ending.remove()
+        assert torch.equal(plain(**row).logits, wanted)
+        assert (prepared(**inputs).logits - wanted).abs().max() < 1e-5

@@ -130,6 +130,7 @@ def test_files_of_settings_are_found_at_home(home: Path) -> None:
         ["train", "--train.run_dir", "s3://bucket/run"],
         ["train", "gs://bucket/run.yaml"],
         ["train", "--continue", "s3://bucket/run"],
+        ["train", "--resume", "s3://bucket/run.yaml"],
         ["prepare", "--out", "s3://bucket/store"],
         ["prepare", "--source", "s3://bucket/data", "--out", "x"],
         ["prepare", "--source", "hf://datasets/owner/name", "--out", "x"],

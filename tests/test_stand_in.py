@@ -63,3 +63,21 @@ def test_finetune_needs_data_or_lengths(capsys: pytest.CaptureFixture[str], leng
     assert "DATA is missing: give a file or folder" in said(capsys, "finetune", "owner/model", "--dry-run")
     both = said(capsys, "finetune", "owner/model", "data.jsonl", "--dry-run", f"--lengths={lengths}")
     assert "DATA is data.jsonl, and --lengths or --mix would take its place: omit one" in both
+
+
+def test_without_a_store_a_dry_run_names_what_can_stand_in(
+    tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody with 64 GPUs tries a recipe first, which has no data: what the error says to type is a plan."""
+    monkeypatch.chdir(tmp_path)
+    command = ["train", str(repository / "examples/recipes/pretrain-8b-128k.yaml"), "--dry-run", "--gpus", "64"]
+    assert main(command) == 2
+    refused = capsys.readouterr().err
+    assert "longctx prepare" in refused and "--mix wlb_128k or --lengths FILE, with --model.vocab_size" in refused
+
+
+@pytest.mark.slow
+def test_what_a_dry_run_without_a_store_is_told_to_type_is_a_plan(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", str(repository / "examples/recipes/pretrain-8b-128k.yaml"), "--dry-run", "--gpus", "64"]
+    assert main([*command, "--mix", "wlb_128k", "--model.vocab_size", "128256"]) == 0
+    assert "GPU hours per billion tokens" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from longctx.commands.lengths import read_lengths, stands_in
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config
 from longctx.data.sampler import Sampler
+from longctx.data.store.manifest import how_to_prepare
 from longctx.data.store.store import Lengths, Store
 from longctx.errors import UserError, raise_together
 from longctx.hf.source import lines_on
@@ -57,6 +58,12 @@ def dry_run(config: Config, ranks: int, lengths: Store | None = None) -> None:
 
     Raises UserError for settings and stores that the run would reject.
     """
+    missing = [path for path in config.data.paths if lengths is None and not path.exists()]
+    if missing:
+        raise UserError(
+            f"there is no store at {missing[0]}: make one with {how_to_prepare(missing[0])}; or plan without data, by --mix "
+            "wlb_128k or --lengths FILE, with --model.vocab_size for a new model"
+        )
     data = RunData.open(config) if lengths is None else RunData(lengths)
     store, source, config = data.store, config.model_source(data.vocab_size), with_steps(config, data.store, ranks)
     spec, pretrained = source.spec, config.model.from_pretrained

@@ -7,6 +7,7 @@ from longctx.commands.lengths import add_stand_in_options, stands_in
 from longctx.commands.output import a_path
 from longctx.config import load, overview
 from longctx.errors import UserError
+from longctx.paths import local_path
 
 SUMMARY = "Train a model on packed documents, with a context-parallel degree that changes by the document"
 OVERRIDES = PROCESSES = True
@@ -84,4 +85,4 @@ def _step(resumed: str | bool | None, config: Path | None) -> tuple[int | None, 
         return int(resumed), config
     if config is not None:
         raise UserError(f"--resume is {resumed}: give the step of a checkpoint, or nothing for the newest")
-    return None, Path(resumed)
+    return None, local_path(resumed)

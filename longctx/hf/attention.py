@@ -14,11 +14,13 @@ No mask is ever built. Anything that the layout cannot express raises an error, 
 interact outside attention: docs/families.md lists the models of transformers that are exact.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -393,9 +395,34 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-def packing_from_layout() -> AbstractContextManager[None]:
-    """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU."""
-    return replaced(import_module("transformers.masking_utils"), "find_packed_sequence_indices", lambda position_ids: None)
+def packing_from_layout(during: FrameType | None = None) -> AbstractContextManager[None]:
+    """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU.
+
+    With `during`, only while this frame is on the stack: torch calls no hook after a forward that Ctrl-C ends, and other models
+    would go on without packed sequences.
+    """
+    module = import_module("transformers.masking_utils")
+    own = module.find_packed_sequence_indices
+    always = during is None
+    frames = [] if during is None else [during]
+    del during  # or the function below would keep it
+
+    def found(position_ids: torch.Tensor) -> Any:
+        by_layout = always or (bool(frames) and _is_on_stack(frames[0]))
+        if by_layout:
+            return None
+        frames.clear()  # which would keep what the interrupted forward held
+        return own(position_ids)
+
+    return replaced(module, "find_packed_sequence_indices", found)
+
+
+def _is_on_stack(frame: FrameType) -> bool:
+    """Returns whether a call is still under way in this thread."""
+    current: FrameType | None = sys._getframe()
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is frame
 
 
 _UNDER_WAY: list[AbstractContextManager[None]] = []
@@ -410,7 +437,7 @@ def remove_hooks(model: Any) -> None:
 
 def _begin_forward(model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     if named.get("ring_attention") is not None and not torch.compiler.is_compiling():
-        _UNDER_WAY.append(packing_from_layout())
+        _UNDER_WAY.append(packing_from_layout(during=sys._getframe(1)))
         _UNDER_WAY[-1].__enter__()
 
 
