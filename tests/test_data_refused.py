@@ -47,6 +47,17 @@ MARKED: list[dict[str, Any]] = [
     {"messages": [Q, BAD], "rating": -1},
     {"messages": [Q, BAD], "feedback": "thumbs_down"},
 ]
+PARTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train": "no"}, {}, "message 1, of role assistant, part 0 of its content, has `train` 'no': it must be 0 or false"),
+    ({"train": 0.5}, {}, "has `train` 0.5: it must be 0 or false"),
+    ({"weight": -1}, {}, "has `weight` -1: it must be 0 or false"),
+    ({"weight": math.nan}, {}, "has `weight` nan: it must be 0 or false"),
+    ({"weight": 1e30}, {"weight": 1e30}, "weights whose product float32 does not hold"),
+    ({"train": True}, {"train": False}, "part 0 of its content, has `train` True, but the message has no loss"),
+    ({"weight": 0.5}, {"weight": 0}, "has `weight` 0.5, but the message has no loss"),
+    ({"train": True, "training": False}, {}, "has `train` True and `training` False, which say opposite things"),
+    *(({key: 1}, {}, f"part 0 of its content, has `{key}` 1: tools differ") for key in ("mask", "loss_mask", "train_detail")),
+]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *((record, "makes a preference pair: train it inside TRL's DPOTrainer, by longctx.trainers") for record in PREFERENCES),
     *((record, "may mark a bad answer: .* or train with it inside TRL's KTOTrainer, by longctx.trainers") for record in MARKED),
@@ -130,6 +141,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         ({"messages": [Q, {**GOOD, key: 1}]}, f"has `{key}` 1: tools differ in what it means: write `train: true` or")
         for key in ("mask", "masked", "loss_mask", "loss_scale", "train_detail")
+    ),
+    *(
+        ({"messages": [Q, {**GOOD, "content": [{"type": "text", "text": "x", **flag}], **message}]}, says)
+        for flag, message, says in PARTS
+    ),
+    (
+        {"messages": [{**Q, "content": [{"type": "text", "text": "x", "train": True}]}, GOOD]},
+        "message 0, of role user, part 0 of",
+    ),
+    ({"prompt": [Q, {**GOOD, "train": True}, Q], "completion": [GOOD]}, "has `train` True, but only the completion has a loss"),
+    ({"prompt": [Q, {**GOOD, "weight": 0.5}, Q], "completion": [GOOD]}, "`weight` 0.5, but only the completion has a loss"),
+    ({"messages": [Q, {**GOOD, "train": True, "loss": False}]}, "has `train` True and `loss` False, which say opposite things"),
+    ({"messages": [Q, {**GOOD, "reasoning_content": {"a": 1}}]}, "has the reasoning_content {'a': 1}: it must be a text"),
+    (
+        {"conversations": [SHARED[0], {"from": "function_call", "value": [{"type": "text", "text": "{}", "train": False}]}]},
+        "message 1 is a tool call of which a part says whether it has a loss: say it of the message",
     ),
     # --- token ids
     *(({"input_ids": ids}, LIST_OF_IDS) for ids in ([IDS, IDS], "72 105", [72, None])),
