@@ -18,17 +18,31 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
-CORE = {"errors", "checksums", "units", "tokenizer_files", "planning", "attention", "data", "model", "hf", "config", "parallel"}
+CORE = {
+    "errors",
+    "checksums",
+    "units",
+    "tokenizer_files",
+    "pointers",
+    "planning",
+    "attention",
+    "data",
+    "model",
+    "hf",
+    "config",
+    "parallel",
+}
 MAY_IMPORT = {
     "errors": set(),
     "safe_yaml": {"errors"},
     "checksums": set(),
     "units": set(),
     "tokenizer_files": {"errors"},
+    "pointers": set(),
     "planning": {"errors", "safe_yaml"},
     "attention": {"errors", "planning"},
-    "data": {"errors", "checksums", "tokenizer_files", "planning"},
-    "model": {"errors", "tokenizer_files", "planning", "attention"},
+    "data": {"errors", "checksums", "tokenizer_files", "pointers", "planning"},
+    "model": {"errors", "tokenizer_files", "pointers", "planning", "attention"},
     "hf": {"errors", "tokenizer_files", "planning", "attention", "model"},
     "config": {"errors", "safe_yaml", "units", "planning", "model", "hf"},
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},

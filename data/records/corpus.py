@@ -21,6 +21,7 @@ from pathlib import Path
 from longctx.data.records.chat import ChatError
 from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
+from longctx.data.records.once import check_pointers, check_tables, finished, named, once, shards
 from longctx.data.records.readers import (
     MEGATRON,
     READERS,
@@ -100,6 +101,7 @@ class Corpus:
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
         separator: what separates documents in files that are one text each, if given; "": nothing does.
+        noted: what else a reader should know of the files, such as shards that are missing, with counts.
         ends: tokens of which the first that a plain text file (.txt) contains separates its documents, without `separator`.
     """
 
@@ -115,6 +117,7 @@ class Corpus:
     hub: HubDataset | None = None
     separator: str | None = None
     ends: tuple[str, ...] = ()
+    noted: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -144,6 +147,7 @@ class Corpus:
         Raises CorpusError naming file and line or row of the first malformed record.
         """
         counts = counts if counts is not None else SourceCounts()
+        counts.noted.update(self.noted)
         taken = size = 0
         for document in self._read(counts):
             _count(counts.unused, *document.unused)
@@ -227,6 +231,8 @@ def open_corpus(
     for name, limit in (("max_documents", max_documents), ("max_bytes", max_bytes)):
         if limit is not None and limit < 1:
             raise CorpusError(f"{name} is {limit}: it must be at least 1")
+    if source != STANDARD_LIBRARY:
+        _check_there(Path(source))
     if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
         if as_text:
             raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")
@@ -256,7 +262,9 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
                 "rename it (only records may be compressed, as .gz or .zst), or give --as-text to read it as one text"
             )
         both = [path.with_suffix(ending) for ending in MEGATRON] if ending_of(path) in MEGATRON and not as_text else [path]
-        return Corpus(source, "files", path.parent, tuple(filter(Path.exists, both)), text_column, as_text=as_text)
+        there = tuple(filter(Path.exists, both))
+        check_pointers(there)
+        return Corpus(source, "files", path.parent, there, text_column, as_text=as_text)
     if not path.is_dir():
         raise CorpusError(
             f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, a saved dataset, or OWNER/NAME"
@@ -266,13 +274,15 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
         name = _chosen(source, split, folders)
         not_read.update(f"split {other}" for other in folders if other != name)
         path = path / name
-    files = list(_walk(path, not_read))
+    files = finished(list(_walk(path, not_read)), path, not_read)
     if {"dataset_info.json", "state.json"} <= {file.name for file in files if file.parent == path}:
         if split is not None and path == Path(source):
             raise CorpusError(f"split {split!r} cannot be chosen: {source!r} is one saved dataset; omit --split")
+        check_pointers(files)
         return Corpus(source, "dataset", path, tuple(files), text_column, not_read)
     if saved := sorted(str(f.parent) for f in files if f.name == "state.json" and f.with_name("dataset_info.json") in files):
         raise CorpusError(f"source {source!r} is a folder of saved datasets: give one of them, {' or '.join(saved)}")
+    check_pointers(file for file in files if file.suffix.lower() == ".dvc")
     if not as_text:
         files = _records_and_texts(source, path, files, split, not_read)
     if not files:
@@ -281,7 +291,19 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
             f"source {source!r} is a folder without files to read{others}: put text, {', '.join(READERS)} files there, or give "
             "--as-text to read every file as one text"
         )
-    return Corpus(source, "files", path, tuple(files), text_column, not_read, as_text)
+    check_pointers(files)
+    files = once(files, path, not_read, as_text=as_text)
+    noted = {} if as_text else shards(files, path)
+    return Corpus(source, "files", path, tuple(files), text_column, not_read, as_text, noted=noted)
+
+
+def _check_there(path: Path) -> None:
+    """Raises CorpusError for a source that only a pointer stands for, or a link."""
+    check_pointers([path, path.with_name(f"{path.name}.dvc")])
+    if path.is_symlink() and not path.exists():
+        raise CorpusError(
+            f"source {path} is a link to {path.readlink()}, which does not exist: correct the link, or the source"
+        )
 
 
 def _records_and_texts(source: str, root: Path, files: list[Path], split: str | None, not_read: Counter[str]) -> list[Path]:
@@ -337,27 +359,39 @@ def _splits_of(file: Path) -> list[str]:
         raise CorpusError(f"{file} is damaged: {brief(error)}; give the folder of one split") from error
 
 
+def _unreadable(error: OSError) -> None:
+    """Raises CorpusError for a folder that cannot be listed."""
+    raise CorpusError(
+        f"folder {error.filename} cannot be read: {error.strerror}: change its permissions, or remove it"
+    ) from error
+
+
 def _walk(root: Path, not_read: Counter[str], leave_out: set[str] | frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yields the files under `root`, sorted by relative name, without hidden ones and the folders named in `leave_out`.
 
     Links to folders are followed, each folder once, but not where folders are left out. Broken links are counted in `not_read`.
     """
     files: list[Path] = []
+    again: list[Path] = []
     entered = {root.resolve()}
-    for folder, folders, names in os.walk(root, followlinks=not leave_out):
+    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=not leave_out):
         kept = []
-        for name in sorted(folders):
+        check_tables(Path(folder), folders, names)
+        for name in sorted(folders, key=lambda name: (Path(folder, name).is_symlink(), name)):
             target = Path(folder, name).resolve()
             if name in leave_out or name.startswith("."):
                 continue
             if target in entered:
-                not_read["link to a folder that is read already"] += 1
+                again.append(Path(folder, name))
                 continue
             entered.add(target)
             kept.append(name)
         folders[:] = kept
         files += [Path(folder, name) for name in names if not name.startswith(".")]
-    if broken := sum(file.is_symlink() and not file.exists() for file in files):
-        not_read["broken link"] = broken
+    broken = sorted(file for file in files if file.is_symlink() and not file.exists())
+    check_pointers(broken)
+    for what, left in (("link to a folder that is read already", again), ("broken link", broken)):
+        if left:
+            not_read[named(what, left, root)] = len(left)
     # Sorted by path parts: the order of the file system differs between machines.
     return iter(sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).parts))

@@ -68,7 +68,7 @@ def ending_of(file: Path) -> str:
     return inner if inner in PACKABLE else ending
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def lines(file: Path) -> Iterator[bytes]:
     """Yields the lines of a file, compressed or not."""
     if file.suffix.lower() not in COMPRESSED:
         with file.open("rb") as stream:
@@ -84,7 +84,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in enumerate(lines(file), start=1):
         text = _decoded(line, f"{file}:{number}")  # of several files in a row, each may begin with a byte-order mark
         if not text.strip():
             continue
@@ -99,7 +99,7 @@ def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Reco
 
 def _read_json(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
-    text = _decoded(b"".join(_lines(file)), str(file))
+    text = _decoded(b"".join(lines(file)), str(file))
     try:
         content = parse_json(text)
     except FormatError as error:
@@ -139,7 +139,7 @@ def _records_in(content: dict[str, Any], text_column: str | None, file: Path) ->
 def _read_csv(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
-    stream = io.StringIO(_decoded(b"".join(_lines(file)), str(file)), newline="")
+    stream = io.StringIO(_decoded(b"".join(lines(file)), str(file)), newline="")
     table = csv.DictReader(stream, delimiter="\t" if ending_of(file) == ".tsv" else ",", strict=True)
     try:
         rows: list[dict[str, Any]] = list(table)

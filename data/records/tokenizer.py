@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, t
 from tokenizers import Tokenizer as TokenizerJson
 
 from longctx.errors import UserError
+from longctx.pointers import complaint
 
 TokenArray = npt.NDArray[np.integer[Any]]
 TokenWeights = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
@@ -113,6 +114,8 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path, end_of_document: str | None = None) -> "Tokenizer":
         """Reads a tokenizer.json. Raises TokenizerError naming the path."""
+        if said := complaint([path]):
+            raise TokenizerError(said)
         try:
             return cls(path.read_text("utf-8"), end_of_document)
         except OSError as error:

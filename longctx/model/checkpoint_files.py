@@ -14,6 +14,7 @@ import torch
 
 from longctx import tokenizer_files
 from longctx.errors import UserError, brief, first_line, install, shell
+from longctx.pointers import complaint
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -69,6 +70,8 @@ class CheckpointFiles:
         """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if it is missing or damaged."""
         check_name(source)
         folder = _folder(source)
+        if said := complaint(sorted(folder.iterdir())):
+            raise PretrainedError(f"{source}: {said}")
         if (folder / DESCRIBED).is_file():
             return cls(folder, dict.fromkeys(json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"))
         return cls(folder, _index(folder))
