@@ -26,6 +26,7 @@ from longctx.data.records.chat import (
     trained_turns,
     weighted_texts,
 )
+from longctx.data.records.fixed import UNPINNED, check_chance, unpinned, with_day
 from longctx.data.records.left_out import left_out
 from longctx.data.records.messages import parse_arguments
 from longctx.data.records.tokenizer import Spans, Tokenizer
@@ -71,6 +72,9 @@ class Template:
         tokenizer: distinguishes special tokens from text.
         ends: special tokens that may end a turn, besides the templates' own.
         empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
+        date: day that a template gets that asks for it; None: such conversations are refused.
+
+    Raises TemplateError for a template that draws by chance.
     """
 
     def __init__(
@@ -81,8 +85,12 @@ class Template:
         ends: Sequence[str] = (),
         train_on: str = "assistant",
         empty_thoughts: bool = False,
+        date: str | None = None,
     ) -> None:
-        self._texts, self._variables = texts, dict(variables)
+        self._texts = {tools: with_day(text, date) for tools, text in texts.items()}
+        self._variables = dict(variables)
+        for text in texts.values():
+            check_chance(text, _environment())
         self._tokenizer, self._ends = tokenizer, ends
         self._train_on, self._empty_thoughts = train_on, empty_thoughts
         self._takes_text: dict[bool, bool] = {}
@@ -185,6 +193,8 @@ class Template:
                     **self._variables,
                 )
         except Exception as error:  # a template's expressions may raise anything
+            if UNPINNED in str(error):
+                raise unpinned() from error
             raise ChatError(
                 f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
                 "conversation, or use another template (--chat-template FILE)"
@@ -404,6 +414,15 @@ class Template:
         text = full.rstrip()  # white space after the end-of-turn token is not generated
         ends = len(text) > len(prompt) and self._tokenizer.special_tokens(self._tokenizer.pieces(text)[-1])
         return len(prompt), len(text) if ends else len(full)
+
+
+def _environment() -> Any:
+    """Returns the environment of Jinja in which transformers renders."""
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    return compiled("").environment if compiled else jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
 
 
 def _after_thought(text: str, start: int, stop: int, message: Message) -> int:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from longctx.data.store.manifest import Manifest
     from longctx.data.store.prepare import Prepared
 
-ASKED = ("tokenizer", "end_of_document", "chat_template", "train_on", "max_length", "long_documents", "workers", "overwrite")
+ASKED = (
+    *("tokenizer", "end_of_document", "chat_template", "date"),
+    *("train_on", "max_length", "long_documents", "workers", "overwrite"),
+)
 """Options that `prepare` takes by the same names."""
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
@@ -67,6 +70,11 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         metavar="auto|chatml|FILE",
         help="chat template of conversations; auto: the checkpoint's, or ChatML if it has none; chatml; or a Jinja file, for "
         "the tokenizer of a checkpoint",
+    )
+    parser.add_argument(
+        "--date",
+        metavar="YYYY-MM-DD",
+        help="day of the conversations, for a chat template that asks for the day (default: such a template is refused)",
     )
     parser.add_argument(
         "--template-set",
