@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from longctx.data.records.chat import ChatError
 from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
+from longctx.data.records.nulls import AddedMembers, may_have_added
 from longctx.data.records.once import check_pointers, check_tables, finished, named, once, shards
 from longctx.data.records.readers import (
     MEGATRON,
@@ -56,6 +58,9 @@ SPLITS = {
 _SPLIT = re.compile(rf"(?<![^\W_])(({'|'.join(SPLITS)})(?![^\W\d_])\w*)", re.IGNORECASE)
 SKIPPED_NAMES = 10
 """Number of skipped files that are named."""
+JSON = (".jsonl", ".ndjson", ".json")
+LOOKED_AT = 10_000
+"""Number of records that tell whether a table wrote them, where reading stops after some bytes."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)\b", re.IGNORECASE)
@@ -163,14 +168,14 @@ class Corpus:
                 return
 
     def _read(self, counts: SourceCounts) -> Iterator[Document]:
-        if self.kind == "dataset":
-            yield from map(self._document, read_dataset(self.root, self.text_column, self.bytes))
+        if self.kind == "dataset" or self.hub is not None:
+            for record in self._rows():
+                yield self._document(record, counts)
             return
-        if self.hub is not None:
-            yield from map(self._document, read_hub(self.hub, self.text_column, streamed=bool(self.limits)))
         for file in self.files:
             if (reader := self._reader(file)) is not None:
-                yield from map(self._document, reader(file, self._name(file), self.text_column))
+                for record in reader(file, self._name(file), self.text_column):
+                    yield self._document(record, counts, file)
             elif (text := read_text(file)) is not None:
                 yield from self._separated(file, text, counts)
             else:
@@ -189,9 +194,38 @@ class Corpus:
         numbered = [(number, piece) for number, piece in enumerate(pieces, start=1) if piece]
         yield from (Document(f"{name}:{number}", size / len(numbered), piece) for number, piece in numbered)
 
-    def _document(self, record: Record) -> Document:
+    def _rows(self) -> Iterator[Record]:
+        """Yields the rows of a data set."""
+        if self.hub is None:
+            return read_dataset(self.root, self.text_column, self.bytes)
+        return read_hub(self.hub, self.text_column, streamed=bool(self.limits))
+
+    @cached_property
+    def _added(self) -> dict[str, AddedMembers]:
+        """Null members that tables have added to JSON, by file: by all records, or the first where reading stops at a limit."""
+        most = self.max_documents or (LOOKED_AT if self.limits else None)
+        if self.kind == "dataset" or self.hub is not None:
+            return {"": AddedMembers((record.values for record in islice(self._rows(), most)), together=False)}
+        added: dict[str, AddedMembers] = {}
+        for file in self.files:
+            if (reader := self._reader(file)) is not None:
+                records = islice(reader(file, self._name(file), self.text_column), most)
+                members = AddedMembers((record.values for record in records), together=ending_of(file) in JSON)
+                for other in added.values():
+                    members.join(other)
+                added[str(file)] = members
+        return added
+
+    def _document(self, record: Record, counts: SourceCounts, file: Path | None = None) -> Document:
+        values, added = record.values, Counter(record.added)
+        if self.text_column not in values and may_have_added(values):
+            values, more = self._added["" if file is None else str(file)].remove(values)
+            added += more
+        for column, number in added.items():
+            what = f"null members of {column} that a table added, left out"
+            counts.noted[what] = counts.noted.get(what, 0) + number
         try:
-            return parse_record(record.values, record.name, record.source_bytes, self.text_column)
+            return parse_record(values, record.name, record.source_bytes, self.text_column)
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
 

@@ -124,13 +124,6 @@ def leaves(value: Any, but: str | None = None) -> Iterator[str]:
             yield from leaves(part, but)
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns a value of an Arrow table without null members, which Arrow adds for keys that other records have."""
-    if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
 def json_in(what: str, text: Any) -> Any:
     """Returns the value of a JSON text called `what`, or of no text itself. Raises ChatError."""
     try:
