@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,42 @@ MARKED: list[dict[str, Any]] = [
     {"conversations": SHARED, "label": 1.0},
     {"messages": [Q, BAD], "rating": -1},
     {"messages": [Q, BAD], "feedback": "thumbs_down"},
+]
+LOOKING: list[dict[str, Any]] = [
+    {"messages": [{**Q, "content": "<image>What?"}, GOOD]},
+    {"messages": [{**Q, "content": [{"type": "text", "text": "<image>"}, {"type": "text", "text": "What?"}]}, GOOD]},
+    {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, SHARED[1]]},
+    {"prompt": "<image>What?", "completion": "good"},
+    {"query": "<image>What?", "response": "good"},
+    {"instruction": "<image>What?", "output": "good"},
+    {"messages": [Q, {**GOOD, "content": "See <image>"}]},
+]
+EMPTY_MEDIA: list[tuple[dict[str, Any], str]] = [
+    (
+        {key: value},
+        rf"a text has the mark '<image>', and the record the key `{key}`, but no file is read.* inside TRL's SFTTrainer",
+    )
+    for key, value in (
+        ("images", []),
+        ("image", None),
+        ("image", ""),
+        ("videos", []),
+        ("image_path", "a.png"),
+        ("imageUrl", ...),
+    )
+]
+MEDIA_MARKS = [
+    *("<image>", "<|image_pad|>", "<|vision_start|>", "<|image_1|>", "<image 1>", "<start_of_image>", "<image_soft_token>"),
+    *(
+        "<fake_token_around_image>",
+        "<IMG_CONTEXT>",
+        "<ImageHere>",
+        "[IMG]",
+        "[IMG_BREAK]",
+        "<video>",
+        "<|AUDIO|>",
+        "<|audio_bos|>",
+    ),
 ]
 PARTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"train": "no"}, {}, "message 1, of role assistant, part 0 of its content, has `train` 'no': it must be 0 or false"),
@@ -122,6 +159,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**CHAT, "loss_mask": [0, 1]}, "`loss_mask` is not supported: tools differ in what it means"),
     ({"conversations": SHARED, "mask": "User"}, "`mask` is not supported: tools differ"),
     ({**CHAT, "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` is not supported: use --template-set"),
+    *(({**record, **beside}, says) for record in LOOKING for beside, says in EMPTY_MEDIA),
+    ({"text": "<|image_pad|>", "image": None}, r"a text has the mark '<\|image_pad\|>', .* \(--text-column text\)"),
+    *(
+        ({"messages": [{**Q, "content": f"x {mark}\nWhat?"}, GOOD], "images": []}, rf"a text has the mark '{re.escape(mark)}'")
+        for mark in MEDIA_MARKS
+    ),
     # --- which messages have a loss
     *(
         (
@@ -180,13 +223,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def as_row(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as a table gives it, of which only some columns are read."""
+    return {name: record[name] if name in columns_of(list(record), None) else ... for name in record}
+
+
 @pytest.mark.parametrize(("record", "says"), REFUSED, ids=[str(number) for number in range(len(REFUSED))])
 def test_a_record_is_refused(record: dict[str, Any], says: str) -> None:
     """Also if it is read from a table, of which only some columns are."""
     with pytest.raises(UserError, match=says):
         parse_record(record, "r", 1.0, None)
     with pytest.raises(UserError, match=says):
-        parse_record({name: record[name] for name in columns_of(list(record), None)}, "r", 1.0, None)
+        parse_record(as_row(record), "r", 1.0, None)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -195,3 +243,14 @@ def test_the_place_of_the_record_is_named(tmp_path: Path, suffix: str) -> None:
     place = rf"s\.{suffix}{':2' if suffix == 'jsonl' else ', row 1'}"
     with pytest.raises(CorpusError, match=rf"{place}: `rating` is 'bad', which may mark a bad answer"):
         list(open_corpus(str(source)).documents())
+
+
+@pytest.mark.parametrize("beside", [{}, {"id": "x"}, {"images": [], "text": "plain"}])
+def test_a_text_on_marks_is_a_text(tmp_path: Path, beside: dict[str, Any]) -> None:
+    """Without a key for files, or without a mark."""
+    asked = "What is <image> in HTML, and [IMG]?" if "images" not in beside else "5 < image > 3, images[0]"
+    (document,) = open_corpus(str(written(tmp_path, [{"messages": [{**Q, "content": asked}, GOOD], **beside}]))).documents()
+    assert document.messages[0]["content"] == asked
+    source = written(tmp_path, [{"text": "<image> <video>", "images": ["a.png"]}])
+    (document,) = open_corpus(str(source), text_column="text").documents()
+    assert document.unused == ("images",)

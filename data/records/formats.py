@@ -23,6 +23,7 @@ from typing import Any
 
 from longctx.data.records.chat import ChatError, Message
 from longctx.data.records.loss_flags import EXPLICIT, message_weights
+from longctx.data.records.media import mark_beside
 from longctx.data.records.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages
 from longctx.data.records.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.records.tokenizer import TokenWeights, is_weight
@@ -149,6 +150,8 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         document, used = replace(document, ids=ids, learned=learned), {*used, *keys}
     else:
         document, used = _conversation(record, document)
+    if text_column not in record:
+        _refuse_media(record, document)
     unused = tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {}))
     for part in leaves([document.text, document.messages, document.tools]):
         try:
@@ -156,6 +159,18 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         except UnicodeEncodeError as error:
             raise FormatError(f"unpaired surrogate \\u{ord(part[error.start]):x}: this is not valid text") from error
     return replace(document, unused=unused)
+
+
+def _refuse_media(record: Mapping[str, Any], document: Document) -> None:
+    """Raises FormatError for the mark of an image or another file in a text, beside a key for such files."""
+    found = mark_beside(record, document.texts)
+    if found is not None:
+        mark, key = found
+        way_out = "name the text column (--text-column text)" if document.format == "text" else f"remove `{key}`"
+        raise FormatError(
+            f"a text has the mark {mark!r}, and the record the key `{key}`, but no file is read, so that the mark would be "
+            f"learnt as a text: {WITH_IMAGES}, or remove the record; if the mark is a text, {way_out}"
+        )
 
 
 def _refuse_marks(record: Mapping[str, Any]) -> None:
