@@ -303,12 +303,12 @@ class Template:
 
     def _by_parts(
         self,
-        spans: Spans,
+        spans: list[tuple[int, int, float]],
         whole: str,
         messages: Sequence[Message],
         tools: list[Any] | None,
         turns: Sequence[int],
-    ) -> Spans:
+    ) -> list[tuple[int, int, float]]:
         """Returns the spans, cut where parts of the turns' texts have weights of their own; spans of weight 0 are left out."""
         for turn in turns:
             if weighted_texts(messages[turn]):
