@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 
 from longctx.cli import main
-from longctx.data.records.corpus import CorpusError, open_corpus
+from longctx.data.records.corpus import CorpusError, SourceCounts, open_corpus
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.tokenizer import Tokenizer, TokenizerError
 from longctx.errors import UserError
@@ -49,6 +49,10 @@ def packed(source: Path) -> None:
     (source / "a.jsonl.zst").write_bytes(zst((source / "a.jsonl").read_bytes()))
 
 
+def packed_in_capitals(source: Path) -> None:
+    (source / "a.jsonl.GZ").write_bytes(gzip.compress((source / "a.jsonl").read_bytes()))
+
+
 def packed_elsewhere(source: Path) -> None:
     (source / "gz").mkdir()
     (source / "gz" / "a.jsonl.gz").write_bytes(gzip.compress((source / "a.jsonl").read_bytes()))
@@ -73,6 +77,8 @@ def arrow_cache(source: Path) -> None:
 
 AGAIN: list[tuple[Callable[[Path], object], str, int]] = [
     (packed, "the same records, compressed: a.jsonl.gz, a.jsonl.zst", 2),
+    (packed_in_capitals, "the same records, compressed: a.jsonl.GZ", 1),
+    (put("$RECYCLE.BIN/b.jsonl"), "in a folder of what is not finished, or deleted: $RECYCLE.BIN/b.jsonl", 1),
     (packed_elsewhere, "the same records, compressed: gz/a.jsonl.gz", 1),
     (lambda source: (source / "b.jsonl").symlink_to("a.jsonl"), "link to a file that is read already: b.jsonl", 1),
     (lambda source: (source / "0.jsonl").symlink_to(source / "a.jsonl"), "link to a file that is read already: 0.jsonl", 1),
@@ -83,9 +89,13 @@ AGAIN: list[tuple[Callable[[Path], object], str, int]] = [
         1,
     ),
     (lambda source: (source / "0").symlink_to(source), "link to a folder that is read already: 0", 1),
-    (put("_temporary/0/task_1/part-0.jsonl"), "in a folder that is not finished: _temporary/0/task_1/part-0.jsonl", 1),
-    (put("b.partial/part-0.jsonl"), "in a folder that is not finished: b.partial/part-0.jsonl", 1),
-    (put("b.incomplete/part-0.jsonl"), "in a folder that is not finished: b.incomplete/part-0.jsonl", 1),
+    (
+        put("_temporary/0/task_1/part-0.jsonl"),
+        "in a folder of what is not finished, or deleted: _temporary/0/task_1/part-0.jsonl",
+        1,
+    ),
+    (put("b.partial/part-0.jsonl"), "in a folder of what is not finished, or deleted: b.partial/part-0.jsonl", 1),
+    (put("b.incomplete/part-0.jsonl"), "in a folder of what is not finished, or deleted: b.incomplete/part-0.jsonl", 1),
     (put("a.tmp.jsonl"), "not finished, by the name: a.tmp.jsonl", 1),
     (put("a.jsonl.incomplete"), "not finished, by the name: a.jsonl.incomplete", 1),
     (put("a.jsonl.crdownload"), "not finished, by the name: a.jsonl.crdownload", 1),
@@ -115,7 +125,9 @@ def test_texts_are_read_once_too(source: Path) -> None:
         (source / name).write_text("same", "utf-8")
     (source / "l.txt").symlink_to("a.txt")
     for options in ({}, {"as_text": True}):
-        assert read(source, **options) == ["same", "same"]
+        corpus, counts = open_corpus(str(source), **options), SourceCounts()
+        assert [document.text for document in corpus.documents(counts)] == ["same", "same"]
+        assert counts.noted == {"texts that are the same as another file, all read: b.txt": 1}
 
 
 def test_the_data_set_of_a_folder_with_caches_is_the_same(tmp_path: Path) -> None:
@@ -146,6 +158,8 @@ def test_of_two_formats_both_are_read_and_told(source: Path, capsys: pytest.Capt
     assert main(command) == 0
     told = capsys.readouterr().out
     assert "noted      2 files that may hold the same records in two formats, all read: a.csv, a.jsonl" in told
+    (source / "a.txt").write_text("one\ntwo\n", "utf-8")
+    assert list(open_corpus(str(source)).noted.values()) == [3]
 
 
 def test_documents_of_megatron_are_copies_if_both_files_are(tmp_path: Path) -> None:

@@ -126,6 +126,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversations": [{"from": "bot", "value": "x"}]}, "message 0 has role 'bot': it must be one of human, user, gpt"),
     ({"conversations": [{"from": "human", "value": 3}]}, "message 0 has the content 3: it must be a text"),
     ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the tool call of message 0 is not JSON"),
+    *(
+        (calling(**at_call, function={"name": "f", "arguments": {}, **at_function}), "tool call 0 says whether")
+        for at_call, at_function in (({"train": False}, {}), ({"weight": 0}, {}), ({}, {"loss": 1}), ({"mask": 1}, {}))
+    ),
+    (calling(name="f", arguments={"a": 1}, train=False), "tool call 0 says whether it has a loss: say it of the message"),
     (calling(id=1), "message 0, tool call 0 must be an object such as"),
     (calling(name="f", arguments="x"), "tool call 0 is not JSON"),
     (calling(name="f", arguments=[1]), "arguments of type list"),
@@ -202,7 +207,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "message 1 is a tool call of which a part says whether it has a loss: say it of the message",
     ),
     # --- token ids
-    *(({"input_ids": ids}, LIST_OF_IDS) for ids in ([IDS, IDS], "72 105", [72, None])),
+    *(({"input_ids": ids}, LIST_OF_IDS) for ids in ([IDS, IDS], "72 105", [72, None], [True, False], [72.0, 105.0])),
+    ({"input_ids": [1, 1, 1, 1, 1], "labels": [True] * 5}, "`labels` must be a list of whole numbers"),
     ({"input_ids": IDS, "labels": [*IDS[1:], -100]}, "`labels` has 105 at position 0, where `input_ids` has 72: labels must"),
     ({"input_ids": IDS, "labels": LABELS, "loss_mask": MASK}, "`labels` and `loss_mask` both say which tokens have a loss"),
     ({"input_ids": IDS, "labels": LABELS, "weights": MASK}, "`labels` and `weights` both say which tokens have a loss"),

@@ -122,7 +122,7 @@ class Corpus:
     hub: HubDataset | None = None
     separator: str | None = None
     ends: tuple[str, ...] = ()
-    noted: Mapping[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=dict)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -139,12 +139,28 @@ class Corpus:
         digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n{self.separator!r} {self.ends}\n".encode())
         if self.limits or self.hub:
             digest.update(f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode())
-        for file in self.files:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
+        for file, content in self._digests.items():
             kind = "text" if self._reader(file) is None else "records"
             digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n{kind}\n".encode())
         return digest.hexdigest()
+
+    @cached_property
+    def _digests(self) -> dict[Path, str]:
+        """SHA-256 (hex) of every file."""
+        digests = {}
+        for file in self.files:
+            with file.open("rb") as stream:
+                digests[file] = hashlib.file_digest(stream, "sha256").hexdigest()
+        return digests
+
+    def _same_texts(self) -> dict[str, int]:
+        """Returns what to know of texts that are those of another file, with their number. They are read."""
+        if self.kind != "files":
+            return {}
+        first: dict[str, Path] = {}
+        texts = [file for file in self.files if self._reader(file) is None and file.stat().st_size]
+        same = [file for file in texts if first.setdefault(self._digests[file], file) != file]
+        return {named("texts that are the same as another file, all read", same, self.root): len(same)} if same else {}
 
     def documents(self, counts: SourceCounts | None = None) -> Iterator[Document]:
         """Yields all documents with at least one character, always in the same order, and adds to `counts`.
@@ -152,7 +168,7 @@ class Corpus:
         Raises CorpusError naming file and line or row of the first malformed record.
         """
         counts = counts if counts is not None else SourceCounts()
-        counts.noted.update(self.noted)
+        counts.noted.update(self.noted | self._same_texts())
         taken = size = 0
         for document in self._read(counts):
             _count(counts.unused, *document.unused)

@@ -19,6 +19,8 @@ CONTENTS = ("content of user messages", "content of assistant messages")
 EMPTY = "all but the end of answers that say nothing"
 IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
 """Parts of a message that are not what it says; they are looked for last."""
+SAID_OF_CALLS = ("function", "name", "arguments", "id")
+"""Keys of a tool call that are looked for by themselves."""
 TYPES = "type"
 """Key of names of types, which templates write in their own ways."""
 _THINK = re.compile("</?think>")
@@ -92,6 +94,8 @@ def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tup
                 # They may stand elsewhere by chance, so they do not show that the message is there.
                 yield from ((-1, key, part) for call in value for part in _values(call["function"]["arguments"]))
                 yield from ((index, "tool_calls.id", part) for call in value for part in leaves(call.get("id")))
+                beside = [(name, part) for call in value for name, part in call.items() if name not in (*SAID_OF_CALLS, TYPES)]
+                yield from ((index, f"tool_calls.{name}", part) for name, said in beside for part in leaves(said))
             elif key != "role" and value not in ("", [], {}):
                 yield from ((index, key, part) for part in list(leaves(value)) or [json.dumps(value, default=str)])
 

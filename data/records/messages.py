@@ -98,6 +98,8 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ChatError(f'{where} must be an object such as {{"function": {{"name": .., "arguments": {{..}}}}}}')
+    if has_flags(call) or has_flags(function):
+        raise ChatError(f"{where} says whether it has a loss: say it of the message, and write other calls into another one")
     arguments = function.get("arguments", {})
     parsed = parse_arguments(where, arguments)
     if not isinstance(parsed, dict):

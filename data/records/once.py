@@ -21,7 +21,7 @@ LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
 _ICEBERG = ".metadata.json"
 _PARTLY = {"tmp", "incomplete", "inprogress", "partial", "unfinished", "crdownload"}
 _ENDINGS = {*_PARTLY, "part", "temp", "aria2", "lock", "swp"}
-_FOLDERS = {"_temporary", "_tmp", "_spark_metadata"}
+_FOLDERS = {"_temporary", "_tmp", "_spark_metadata", "__macosx", "$recycle.bin", "lost+found"}
 _OF_WRITERS = re.compile(r"_SUCCESS|_(common_)?metadata|_(started|committed)_\w+|.*_\$folder\$|~\$.*|#.*#|.*~")
 _CACHES = re.compile(r"cache-\w+\.arrow|tmp[a-z0-9_]{8}(\.arrow)?")
 _SHARD = re.compile(r"(?P<head>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})(?!\d)")
@@ -79,7 +79,7 @@ def _leftover(file: Path) -> str:
     """Returns what a file is, if it is no data by its path; otherwise an empty text."""
     for folder in file.parts[:-1]:
         if folder.lower() in _FOLDERS or _is_unfinished(folder):
-            return "in a folder that is not finished"
+            return "in a folder of what is not finished, or deleted"
     if _CACHES.fullmatch(file.name):
         return "cache of `datasets`"
     if _OF_WRITERS.fullmatch(file.name):
@@ -134,7 +134,7 @@ def _packed(records: Sequence[Path]) -> set[Path]:
         names.setdefault(_unpacked_name(file), []).append(file)
     again: set[Path] = set()
     for same in names.values():
-        if len({file.suffix in COMPRESSED and file.suffix for file in same}) < 2:
+        if len({file.suffix.lower() for file in same}) < 2:
             continue
         read: dict[str, Path] = {}
         for file in sorted(same, key=lambda file: (file.suffix.lower() in COMPRESSED, file)):
@@ -224,9 +224,10 @@ def shards(files: Sequence[Path], root: Path) -> dict[str, int]:
                 noted[f"shards of {head}*-of-{total:05d} that are not there: {names}"] = len(absent)
     stems: dict[Path, list[Path]] = {}
     for file in files:
-        if ending_of(file) in READERS and file.suffix.lower() not in MEGATRON:
+        if file.suffix.lower() not in MEGATRON:
             stems.setdefault(file.with_name(Path(_unpacked_name(file)).stem), []).append(file)
-    twice = [file for same in stems.values() if len(same) > 1 for file in same]
+    several = [same for same in stems.values() if len(same) > 1 and any(ending_of(file) in READERS for file in same)]
+    twice = [file for same in several for file in same]
     if twice:
         noted[named("files that may hold the same records in two formats, all read", twice, root)] = len(twice)
     return noted
