@@ -116,7 +116,7 @@ def test_members_of_other_records_are_left_out(tmp_path: Path, write: Callable[[
     documents, noted = read(write(tmp_path))
     assert [json.loads(json.dumps(said(document))) for document in documents] == RECORDS
     what = "null members of {} that a table added, left out"
-    assert set(noted) == {what.format("tools"), what.format("messages")} and min(noted.values()) >= 6
+    assert set(noted) == {what.format("tools"), what.format("messages")} and min(noted.values()) >= 6, noted
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -142,7 +142,33 @@ def test_files_of_several_writers_are_several_tables(tmp_path: Path) -> None:
         (tmp_path / f"d{number}.json").write_text(json.dumps(record), "utf-8")
     documents, noted = read(tmp_path)
     assert [json.loads(json.dumps(said(document))) for document in documents] == [*RECORDS, *other, *by_hand, *by_hand]
-    assert len(noted) == 2
+    assert sum("that a table added" in what for what in noted) == 2
+
+
+def test_no_property_is_null_whatever_wrote_it(tmp_path: Path) -> None:
+    """A dump with a record by hand below: what may be meant stays, and is counted, too."""
+    more = asking(tool("f", x={"type": "string", "default": None}), x=None)
+    with of_datasets(tmp_path).open("a") as file:
+        file.write(json.dumps(more) + "\n")
+    documents, noted = read(tmp_path)
+    *three, last = documents
+    assert said(last) == more
+    for document, record in zip(three, RECORDS, strict=True):
+        names = [list(each["tools"][0]["function"]["parameters"]["properties"]) for each in (said(document), record)]
+        assert names[0] == names[1]
+        assert said(document)["messages"] == record["messages"]
+    assert noted["null properties of tools, left out"] == 8
+    assert noted["null arguments that the called tool does not have, left out"] == 6
+    assert noted["null arguments of calls, which stay"] == 1 and noted["null members of tools, which stay"] >= 1
+
+
+@pytest.mark.parametrize("limit", [{"max_documents": 1}, {"max_bytes": 1}])
+def test_all_records_tell_where_reading_stops_before(tmp_path: Path, limit: dict[str, int]) -> None:
+    source = of_datasets(tmp_path)
+    with source.open("a") as file:
+        file.write("no JSON\n")
+    (document,) = open_corpus(str(source), **limit).documents()
+    assert said(document) == RECORDS[0]
 
 
 MEANT: list[tuple[list[dict[str, Any]], str]] = [
@@ -159,14 +185,16 @@ MEANT: list[tuple[list[dict[str, Any]], str]] = [
 def test_a_null_that_a_record_says_stays(tmp_path: Path, records: list[dict[str, Any]], as_text: bool) -> None:
     rows = [{key: json.dumps(value) for key, value in record.items()} for record in records] if as_text else records
     documents, noted = read(write_jsonl(tmp_path / "s.jsonl", rows))
-    assert [json.loads(json.dumps(said(document))) for document in documents] == records and not noted
+    assert [json.loads(json.dumps(said(document))) for document in documents] == records
+    assert all(what.endswith("which stay") for what in noted)
 
 
 def test_a_null_that_all_rows_of_a_table_say_stays(tmp_path: Path) -> None:
     records = [asking(tool("f", a={"type": ["string", "null"], "default": None}), a="x")] * 2
     datasets.Dataset.from_list(records).to_parquet(str(tmp_path / "s.parquet"))
     documents, noted = read(tmp_path / "s.parquet")
-    assert [said(document) for document in documents] == records and not noted
+    assert [said(document) for document in documents] == records
+    assert noted == {"null members of tools, which stay": 2}
 
 
 @pytest.mark.parametrize("key", ["arguments", "completion", "text"])
@@ -241,7 +269,8 @@ def test_columns_of_json_are_read(tmp_path: Path, kind: str, suffix: str) -> Non
         with new(str(path), arrow.schema) as writer:
             writer.write_table(arrow)
     documents, noted = read(path)
-    assert [json.loads(json.dumps(said(document))) for document in documents] == records and not noted
+    assert [json.loads(json.dumps(said(document))) for document in documents] == records
+    assert all(what.endswith("which stay") for what in noted)
 
 
 def test_a_text_of_type_json_is_a_text(tmp_path: Path) -> None:
@@ -268,4 +297,4 @@ def test_maps_are_objects(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"functions": functions, "messages": messages}), tmp_path / "s.parquet")
     (document,), noted = read(tmp_path / "s.parquet")
     assert document.tools == [{"type": "function", "function": {"name": "f", "parameters": {"a": "number", "b": None}}}]
-    assert not noted
+    assert noted == {"null members of tools, which stay": 1}

@@ -14,10 +14,12 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from longctx.data.records.chat import ChatError
 from longctx.data.records.formats import Document, parse_record
@@ -60,7 +62,7 @@ SKIPPED_NAMES = 10
 """Number of skipped files that are named."""
 JSON = (".jsonl", ".ndjson", ".json")
 LOOKED_AT = 10_000
-"""Number of records that tell whether a table wrote them, where reading stops after some bytes."""
+"""Least number of records that tell whether a table wrote them, where reading stops at a limit."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)\b", re.IGNORECASE)
@@ -172,6 +174,8 @@ class Corpus:
         taken = size = 0
         for document in self._read(counts):
             _count(counts.unused, *document.unused)
+            for what, number in document.nulls.items():
+                counts.noted[what] = counts.noted.get(what, 0) + number
             if document.is_empty or not document.has_loss:
                 counts.empty_documents += document.is_empty
                 counts.untrained_documents += not document.is_empty
@@ -219,14 +223,14 @@ class Corpus:
     @cached_property
     def _added(self) -> dict[str, AddedMembers]:
         """Null members that tables have added to JSON, by file: by all records, or the first where reading stops at a limit."""
-        most = self.max_documents or (LOOKED_AT if self.limits else None)
+        most = max(LOOKED_AT, self.max_documents or 0) if self.limits else None
         if self.kind == "dataset" or self.hub is not None:
-            return {"": AddedMembers((record.values for record in islice(self._rows(), most)), together=False)}
+            return {"": AddedMembers(_values(islice(self._rows(), most)), together=False)}
         added: dict[str, AddedMembers] = {}
         for file in self.files:
             if (reader := self._reader(file)) is not None:
                 records = islice(reader(file, self._name(file), self.text_column), most)
-                members = AddedMembers((record.values for record in records), together=ending_of(file) in JSON)
+                members = AddedMembers(_values(records), together=ending_of(file) in JSON)
                 for other in added.values():
                     members.join(other)
                 added[str(file)] = members
@@ -252,6 +256,13 @@ class Corpus:
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
         return os.fsencode(file.relative_to(self.root).as_posix()).decode("utf-8", "backslashreplace")
+
+
+def _values(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yields the values of records up to one that cannot be read, which is told where it is read as a document."""
+    with suppress(CorpusError):
+        for record in records:
+            yield record.values
 
 
 def _count(counts: dict[str, int], *names: str) -> None:

@@ -25,6 +25,7 @@ from longctx.data.records.chat import ChatError, Message
 from longctx.data.records.loss_flags import EXPLICIT, message_weights
 from longctx.data.records.media import mark_beside
 from longctx.data.records.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages
+from longctx.data.records.nulls import without_impossible
 from longctx.data.records.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.records.tokenizer import TokenWeights, is_weight
 from longctx.errors import shortened
@@ -72,6 +73,7 @@ class Document:
         weight: weight of each of its tokens in the loss.
         message_weights: weights of messages, by index; 0: it must not be trained on. All others have 1.
         unused: keys of the record that are not used.
+        nulls: what is left out, and what stays, of null members, with counts.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
     """
 
@@ -85,6 +87,7 @@ class Document:
     format: str = "text"
     message_weights: Mapping[int, float] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    nulls: Mapping[str, int] = field(default_factory=dict)
     ids: Ids | None = None
     learned: TokenWeights | None = None
 
@@ -203,7 +206,9 @@ def _conversation(record: dict[str, Any], document: Document) -> tuple[Document,
         elif messages[0].get("content") != system["content"]:
             raise FormatError("`system` differs from the system message at the start: remove one of the two")
     messages, weights = message_weights(messages, first)
+    messages, tools, nulls = without_impossible(messages, tools)
     document = replace(document, messages=tuple(messages), tools=tools, first_trained=first, message_weights=weights)
+    document = replace(document, nulls=+nulls)
     return document, {*used, *BESIDE, *(key for key in MARKS if str(record.get(key)).lower() == "true")}
 
 

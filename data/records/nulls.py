@@ -8,8 +8,10 @@ a record does not have them. A null that the record itself says stays:
   and one of them, also in another such file, has a value for this key. Where people or programs wrote the objects, keys differ:
   a question calls no tool.
 
-Null elements of lists, and texts in JSON within messages (such as arguments of calls), stay as they are. A null member of a
-message itself says nothing, and is ignored wherever it stands.
+Whatever wrote it, a null is no property of a tool, and no argument that the called tool does not have: these are left out, too.
+All that are left out, and all that stay in tools and arguments, are counted. Null elements of lists, and texts in JSON within
+messages (such as arguments of calls), stay as they are. A null member of a message itself says nothing, and is ignored wherever
+it stands.
 """
 
 from collections import Counter
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from longctx.data.records.chat import Message
 from longctx.data.records.messages import listed, parse_json
 from longctx.errors import UserError
 
@@ -240,3 +243,69 @@ def _without(value: Any, place: _Place, above: int) -> tuple[Any, int]:
         members[key], more = _without(member, place.within.get(f".{key}", _Place()), above - 1)
         count += more
     return members, count
+
+
+# --- what no record means
+
+
+_FREE = ("default", "const", "examples", "example", "enum")
+"""Keywords of JSON Schema whose value may be anything."""
+
+
+def without_impossible(
+    messages: list[Message], tools: list[Any] | None
+) -> tuple[list[Message], list[Any] | None, Counter[str]]:
+    """Returns a conversation without null properties of tools, and null arguments of calls that the called tool does not have.
+
+    Also what is left out, and what stays, with counts.
+    """
+    counts = Counter[str]()
+    properties: dict[str, set[str]] = {}
+    if tools is not None and _has_null(tools):
+        tools = _schema(tools, counts)
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and isinstance(function.get("parameters"), dict):
+            known = function["parameters"].get("properties")
+            properties[str(function.get("name"))] = set(known) if isinstance(known, dict) else set()
+    kept = []
+    for message in messages:
+        if _has_null(message.get("tool_calls")):
+            calls = [_possible(call, properties, counts) for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        kept.append(message)
+    return kept, tools, counts
+
+
+def _schema(value: Any, counts: Counter[str], key: str = "") -> Any:
+    """Returns a part of tools without null properties."""
+    if isinstance(value, list):
+        return [_schema(item, counts) for item in value]
+    if not isinstance(value, dict):
+        return value
+    members = {}
+    for name, member in value.items():
+        if member is None and key == "properties":
+            counts["null properties of tools, left out"] += 1
+            continue
+        if member is None:
+            counts["null members of tools, which stay"] += 1
+        members[name] = member if name in _FREE and key != "properties" else _schema(member, counts, name)
+    return members
+
+
+def _possible(call: dict[str, Any], properties: Mapping[str, set[str]], counts: Counter[str]) -> dict[str, Any]:
+    """Returns a tool call without null arguments that the tool does not have."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, dict):
+        return call
+    known = properties.get(function["name"])
+    members = {}
+    for name, member in arguments.items():
+        if member is None and known is not None and name not in known:
+            counts["null arguments that the called tool does not have, left out"] += 1
+            continue
+        counts["null arguments of calls, which stay"] += member is None
+        members[name] = member
+    return {**call, "function": {**function, "arguments": members}}

@@ -226,8 +226,8 @@ def shards(files: Sequence[Path], root: Path) -> dict[str, int]:
     for file in files:
         if file.suffix.lower() not in MEGATRON:
             stems.setdefault(file.with_name(Path(_unpacked_name(file)).stem), []).append(file)
-    several = [same for same in stems.values() if len(same) > 1 and any(ending_of(file) in READERS for file in same)]
-    twice = [file for same in several for file in same]
+    alike = [same for same in stems.values() if len(same) > 1 and any(ending_of(file) in READERS for file in same)]
+    twice = [file for same in alike for file in same]
     if twice:
         noted[named("files that may hold the same records in two formats, all read", twice, root)] = len(twice)
     return noted

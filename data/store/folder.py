@@ -13,7 +13,7 @@ from longctx.data.store.writer import JOURNAL, finished_parts
 from longctx.errors import UserError
 
 REQUEST = "request"
-LAYOUT = 5  # version of the files in an unfinished store; other versions cannot be resumed
+LAYOUT = 6  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
 
 
