@@ -191,9 +191,11 @@ def test_tables_of_several_versions_are_refused(source: Path, names: list[str], 
 @pytest.mark.parametrize(
     ("names", "noted"),
     [
-        (["p-00000-of-00003.jsonl", "p-00002-of-00003.jsonl"], {"shards of p-*-of-00003 that are not there: 00001": 1}),
+        (["p-00000-of-00003.jsonl", "p-00002-of-00003.jsonl"], {"shards of p-*-of-00003.jsonl that are not there: 00001": 1}),
         (["p-00001-of-00002.jsonl", "p-00002-of-00002.jsonl"], {}),
-        (["p-00000-of-00009.jsonl"], {"shards of p-*-of-00009 that are not there: 00001, 00002, 00003, ..": 8}),
+        (["p-00000-of-00009.jsonl"], {"shards of p-*-of-00009.jsonl that are not there: 00001, 00002, 00003, ..": 8}),
+        ([f"a-{i:03d}-of-002-part-{k:03d}-of-002.jsonl" for i in (0, 1) for k in (0, 1)], {}),
+        (["p-00000-of-00001_de.jsonl", "p-00000-of-00001_en.jsonl"], {}),
         (["a-00000-of-00001.jsonl", "b-00000-of-00002.jsonl", "b-00001-of-00002.jsonl"], {}),
     ],
 )
@@ -207,8 +209,11 @@ def test_shards_that_are_missing_are_told(tmp_path: Path, names: list[str], note
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["p-00000-of-00001.jsonl", "p-00000-of-00002.jsonl"], r"has shards p-\* of 1 \(p-00000-of-00001\.jsonl\) and 2"),
-        (["p-00000-of-00001-ab.jsonl", "p-00000-of-00001-cd.jsonl"], "are the same shard in two versions: remove"),
+        (
+            ["p-00000-of-00001.jsonl", "p-00000-of-00002.jsonl"],
+            r"has shards p-\*\.jsonl of 1 \(p-00000-of-00001\.jsonl\) and 2",
+        ),
+        (["p-00000-of-00001-ab12cd.jsonl", "p-00000-of-00001-0123ef.jsonl"], "are the same shard in two versions: remove"),
     ],
 )
 def test_shards_of_two_versions_are_refused(tmp_path: Path, names: list[str], says: str) -> None:

@@ -25,7 +25,7 @@ from longctx.data.records.chat import ChatError
 from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
 from longctx.data.records.nulls import AddedMembers, may_have_added
-from longctx.data.records.once import check_pointers, check_tables, finished, named, once, shards
+from longctx.data.records.once import check_pointers, check_tables, finished, named, once, told
 from longctx.data.records.readers import (
     MEGATRON,
     READERS,
@@ -354,7 +354,7 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
         )
     check_pointers(files)
     files = once(files, path, not_read, as_text=as_text)
-    noted = {} if as_text else shards(files, path)
+    noted = {} if as_text else told(files, path)
     return Corpus(source, "files", path, tuple(files), text_column, not_read, as_text, noted=noted)
 
 

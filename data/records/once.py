@@ -24,7 +24,7 @@ _ENDINGS = {*_PARTLY, "part", "temp", "aria2", "lock", "swp"}
 _FOLDERS = {"_temporary", "_tmp", "_spark_metadata", "__macosx", "$recycle.bin", "lost+found"}
 _OF_WRITERS = re.compile(r"_SUCCESS|_(common_)?metadata|_(started|committed)_\w+|.*_\$folder\$|~\$.*|#.*#|.*~")
 _CACHES = re.compile(r"cache-\w+\.arrow|tmp[a-z0-9_]{8}(\.arrow)?")
-_SHARD = re.compile(r"(?P<head>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})(?!\d)")
+_SHARD = re.compile(r"(?P<head>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})(-[0-9a-f]{6,})?(?P<rest>(?!.*-of-\d)(\D.*)?)")
 
 
 def named(what: str, files: Sequence[Path], root: Path) -> str:
@@ -194,40 +194,46 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def shards(files: Sequence[Path], root: Path) -> dict[str, int]:
-    """Returns what to know of files that belong together: shards that are missing, and records in two formats, with counts.
+def told(files: Sequence[Path], root: Path) -> dict[str, int]:
+    """Returns what to know of files that are read, with counts. Raises CorpusError for shards of two versions."""
+    return _missing_shards(files) | _in_two_formats(files, root)
 
-    Raises CorpusError for shards of two versions.
-    """
-    noted: dict[str, int] = {}
-    sets: dict[tuple[Path, str], dict[int, dict[int, Path]]] = {}
+
+def _missing_shards(files: Sequence[Path]) -> dict[str, int]:
+    """Returns the shards that are missing. Raises CorpusError for shards of two versions."""
+    sets: dict[tuple[Path, str, str], dict[int, dict[int, Path]]] = {}
     for file in files:
-        found = _SHARD.match(file.name)
+        found = _SHARD.fullmatch(file.name)
         if found is None or ending_of(file) not in READERS or file.suffix.lower() == MEGATRON[1]:
             continue
         number, total = int(found["number"]), int(found["total"])
-        known = sets.setdefault((file.parent, found["head"]), {}).setdefault(total, {})
+        known = sets.setdefault((file.parent, found["head"], found["rest"]), {}).setdefault(total, {})
         if number in known:
             raise CorpusError(
                 f"{known[number]} and {file} are the same shard in two versions: remove the one that is out of date"
             )
         known[number] = file
-    for (folder, head), totals in sets.items():
+    missing: dict[str, int] = {}
+    for (folder, head, rest), totals in sets.items():
         if len(totals) > 1:
             several = " and ".join(f"{total:,} ({min(each.values()).name})" for total, each in sorted(totals.items()))
-            raise CorpusError(f"{folder} has shards {head}* of {several}: remove those that are out of date")
+            raise CorpusError(f"{folder} has shards {head}*{rest} of {several}: remove those that are out of date")
         for total, present in totals.items():
             first = int(total in present)  # some writers count from 1
             absent = [number for number in range(first, first + total) if number not in present]
             if absent:
                 names = ", ".join(f"{number:05d}" for number in absent[:NAMED]) + (", .." if len(absent) > NAMED else "")
-                noted[f"shards of {head}*-of-{total:05d} that are not there: {names}"] = len(absent)
+                missing[f"shards of {head}*-of-{total:05d}{rest} that are not there: {names}"] = len(absent)
+    return missing
+
+
+def _in_two_formats(files: Sequence[Path], root: Path) -> dict[str, int]:
+    """Returns the files of records whose name another file has, too, but for the ending."""
     stems: dict[Path, list[Path]] = {}
     for file in files:
         if file.suffix.lower() not in MEGATRON:
             stems.setdefault(file.with_name(Path(_unpacked_name(file)).stem), []).append(file)
     alike = [same for same in stems.values() if len(same) > 1 and any(ending_of(file) in READERS for file in same)]
     twice = [file for same in alike for file in same]
-    if twice:
-        noted[named("files that may hold the same records in two formats, all read", twice, root)] = len(twice)
-    return noted
+    what = "files that may hold the same records in two formats, all read"
+    return {named(what, twice, root): len(twice)} if twice else {}
