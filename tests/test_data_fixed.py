@@ -58,7 +58,7 @@ def test_the_day_is_part_of_the_request(
 
 
 def test_a_day_that_is_none_or_not_asked_for_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    for date in ("31.01.2026", "2026-02-30", "today"):
+    for date in ("31.01.2026", "2026-02-30", "20260131", "today"):
         with pytest.raises(TemplateError, match=r"the date is '.*': it must be YEAR-MONTH-DAY, such as 2026-01-31"):
             made(tmp_path, [RECORD], checkpoints["SmolLM2"], TODAY + SMOLLM2, date=date)
     for options in ({"template": SMOLLM2}, {"chat_template": "chatml"}):
@@ -84,6 +84,14 @@ def test_a_template_that_draws_is_refused(checkpoints: dict[str, Path], tmp_path
         made(tmp_path, [RECORD], checkpoints["SmolLM2"], template + draw)
     words = "{# random, lipsum #}{{ 'random ' | trim }}"
     assert "random" in whole(made(tmp_path, [RECORD], checkpoints["SmolLM2"], template + words))
+
+
+@pytest.mark.parametrize("draw", ["{{ ''.join }}", "{{ cycler('a') }}"])
+def test_a_template_that_prints_an_object_is_refused(checkpoints: dict[str, Path], tmp_path: Path, draw: str) -> None:
+    with pytest.raises(TemplateError, match=r"the chat template prints <.* at 0x.*>, an object of Python that is elsewhere"):
+        made(tmp_path, [RECORD], checkpoints["SmolLM2"], draw + SMOLLM2)
+    seen = "<f object at 0x7f00>"
+    assert seen in whole(made(tmp_path, [{"messages": chat(seen, "A")}], checkpoints["SmolLM2"], SMOLLM2))
 
 
 @pytest.mark.parametrize("as_checkpoint", [False, True])

@@ -5,7 +5,8 @@ Templates may ask for the time of the rendering (`strftime_now`), which a date p
 
 import datetime
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from longctx.data.records.tokenizer import Tokenizer, TokenizerError
@@ -16,7 +17,9 @@ ASKS_THE_DAY = "strftime_now"
 UNPINNED = "the day is not pinned"
 _DIRECTIVES = "aAbBcCdDeFgGhHIjklmMnpPrRStTuUVwWxXyYzZ"
 _SHORT = "dmHIMSjkley"
-_CHANCE = ("random", "lipsum", "shuffle")
+_CHANCE = ("random", "lipsum")
+_PLACE = " at 0x"
+_OBJECT = re.compile(rf"<[^<>]*{_PLACE}[0-9a-f]+>")
 
 
 class TemplateError(UserError):
@@ -25,10 +28,14 @@ class TemplateError(UserError):
 
 def parsed_date(date: str) -> datetime.date:
     """Returns a date. Raises TemplateError if it is none."""
+    wrong = TemplateError(f"the date is {date!r}: it must be YEAR-MONTH-DAY, such as 2026-01-31")
     try:
-        return datetime.date.fromisoformat(date)
+        parsed = datetime.date.fromisoformat(date)
     except (ValueError, TypeError) as error:
-        raise TemplateError(f"the date is {date!r}: it must be YEAR-MONTH-DAY, such as 2026-01-31") from error
+        raise wrong from error
+    if parsed.isoformat() != date:  # another way to write it
+        raise wrong
+    return parsed
 
 
 def with_day(template: str, date: str | None) -> str:
@@ -88,6 +95,19 @@ def _names(tree: Any) -> Iterator[str]:
     for called in tree.find_all(nodes.Call):
         if isinstance(called.node, nodes.Name) and called.node.name == "lipsum":
             yield called.node.name
+
+
+def check_places(rendered: str, said: Iterable[str]) -> None:
+    """Raises TemplateError for a rendering with the place of an object in memory that no text of the conversation has."""
+    if _PLACE not in rendered:
+        return
+    texts = list(said)
+    for found in _OBJECT.findall(rendered):
+        if not any(found in text for text in texts):
+            raise TemplateError(
+                f"the chat template prints {found}, an object of Python that is elsewhere in each process: correct the "
+                "template (--chat-template FILE)"
+            )
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:

@@ -26,9 +26,9 @@ from longctx.data.records.chat import (
     trained_turns,
     weighted_texts,
 )
-from longctx.data.records.fixed import UNPINNED, check_chance, unpinned, with_day
+from longctx.data.records.fixed import UNPINNED, check_chance, check_places, unpinned, with_day
 from longctx.data.records.left_out import left_out
-from longctx.data.records.messages import parse_arguments
+from longctx.data.records.messages import leaves, parse_arguments
 from longctx.data.records.tokenizer import Spans, Tokenizer
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -118,6 +118,7 @@ class Template:
         messages = self._with_arguments(messages, bool(tools))
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
         text, generated = self._render(messages, tools, marks=marks)
+        check_places(text, leaves([list(messages), tools]))
         missing = left_out(text, messages, tools, turns, "the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)

@@ -217,7 +217,7 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.empty_thoughts:
         yield f"  no loss    on the empty <think> block that the template writes before {manifest.empty_thoughts:,} answers"
     if manifest.straddling_tokens:
-        yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn"
+        yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn or part"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
         yield f"  weights    {manifest.lightest:g} to {manifest.heaviest:g}"
     if manifest.weighted_documents:
