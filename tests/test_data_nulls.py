@@ -218,6 +218,18 @@ def test_texts_in_json_stay_as_they_are(tmp_path: Path, key: str) -> None:
         assert not noted
 
 
+@pytest.mark.parametrize("depth", [300, 480, 900])
+def test_what_is_nested_too_deeply_is_refused_by_its_place(tmp_path: Path, depth: int) -> None:
+    deep = '{"a": ' * depth + "null" + "}" * depth
+    lines = [json.dumps(RECORDS[0]), f'{{"messages": {json.dumps(chat("Q", "A"))}, "tools": [{deep}]}}']
+    (tmp_path / "s.jsonl").write_text("\n".join(lines), "utf-8")
+    if depth == 300:
+        assert len(read(tmp_path / "s.jsonl")[0]) == 2
+        return
+    with pytest.raises(CorpusError, match=r"s\.jsonl:2: .*nested too deeply"):
+        read(tmp_path / "s.jsonl")
+
+
 # --- the type Json
 
 

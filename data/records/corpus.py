@@ -237,6 +237,16 @@ class Corpus:
         return added
 
     def _document(self, record: Record, counts: SourceCounts, file: Path | None = None) -> Document:
+        try:
+            values = self._without_added(record, counts, file)
+            return parse_record(values, record.name, record.source_bytes, self.text_column)
+        except (FormatError, ChatError) as error:
+            raise CorpusError(f"{record.where}: {error}") from error
+        except RecursionError as error:
+            raise CorpusError(f"{record.where}: a value is nested too deeply: remove the record") from error
+
+    def _without_added(self, record: Record, counts: SourceCounts, file: Path | None) -> dict[str, Any]:
+        """Returns the values of a record without null members that a table added, which are counted."""
         values, added = record.values, Counter(record.added)
         if self.text_column not in values and may_have_added(values):
             values, more = self._added["" if file is None else str(file)].remove(values)
@@ -244,10 +254,7 @@ class Corpus:
         for column, number in added.items():
             what = f"null members of {column} that a table added, left out"
             counts.noted[what] = counts.noted.get(what, 0) + number
-        try:
-            return parse_record(values, record.name, record.source_bytes, self.text_column)
-        except (FormatError, ChatError) as error:
-            raise CorpusError(f"{record.where}: {error}") from error
+        return values
 
     def _reader(self, file: Path) -> Reader | None:
         """Returns what reads the records of a file; None: it is one text."""

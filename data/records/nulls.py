@@ -118,13 +118,20 @@ class AddedMembers:
 
     def __init__(self, records: Iterable[Mapping[str, Any]], *, together: bool) -> None:
         self._columns = {name: _Place() for name in COLUMNS}
+        try:
+            self._look_at(records, together)
+        except RecursionError:  # of a record that is refused where it is read
+            self._columns = {}
+
+    def _look_at(self, records: Iterable[Mapping[str, Any]], together: bool) -> None:
+        """Drops the columns that no table wrote."""
         objects = set[str]()
         for record in records:
             for name in COLUMNS & self._columns.keys() & record.keys():
                 if not isinstance(record[name], str):
                     objects.add(name)
                 if not _see(_parsed(name, record[name]), self._columns[name]):
-                    del self._columns[name]  # no table wrote it
+                    del self._columns[name]
             if together and not objects <= self._columns.keys():
                 self._columns = {name: place for name, place in self._columns.items() if name not in objects}
             if not self._columns:
