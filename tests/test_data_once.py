@@ -14,6 +14,9 @@ from longctx.cli import main
 from longctx.data.records.corpus import CorpusError, SourceCounts, open_corpus
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.tokenizer import Tokenizer, TokenizerError
+from longctx.data.store.manifest import StoreError
+from longctx.data.store.prepare import prepare
+from longctx.data.store.store import Store
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import CheckpointFiles
 from tests.data_cases import write_jsonl
@@ -291,3 +294,14 @@ def test_a_checkpoint_of_pointers_is_refused(checkpoints: dict[str, Path], tmp_p
     if name == "tokenizer.json":
         with pytest.raises(TokenizerError, match=says):
             Tokenizer.load(tmp_path / "c" / name)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "data-00000.arrow"])
+def test_a_store_of_pointers_is_refused(source: Path, name: str) -> None:
+    store = source.parent / "store"
+    prepare(source, store, tokenizer="bytes")
+    (store / name).write_text(POINTERS["git lfs pull"], "utf-8")
+    with pytest.raises(
+        StoreError, match=rf"store .*: a file is a pointer of Git LFS, not the data \(.*{name}\): get the data with"
+    ):
+        Store.open(store)

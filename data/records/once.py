@@ -233,7 +233,10 @@ def _in_two_formats(files: Sequence[Path], root: Path) -> dict[str, int]:
     for file in files:
         if file.suffix.lower() not in MEGATRON:
             stems.setdefault(file.with_name(Path(_unpacked_name(file)).stem), []).append(file)
-    alike = [same for same in stems.values() if len(same) > 1 and any(ending_of(file) in READERS for file in same)]
-    twice = [file for same in alike for file in same]
+    twice: list[Path] = []
+    for same in stems.values():
+        endings = set(map(ending_of, same))
+        if len(same) > 1 and endings & READERS.keys():
+            twice += same
     what = "files that may hold the same records in two formats, all read"
     return {named(what, twice, root): len(twice)} if twice else {}
