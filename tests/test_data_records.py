@@ -12,8 +12,8 @@ from longctx.data.records.corpus import CorpusError, open_corpus
 from longctx.data.store.manifest import Manifest
 from longctx.data.store.prepare import prepare
 from longctx.data.store.store import Store
-from tests.data_cases import documents, interrupt, learnt, made, written
-from tests.template_cases import FAMILIES, TOOLS, chat
+from tests.data_cases import documents, interrupt, learnt, made, whole, written
+from tests.template_cases import FAMILIES, SMOLLM2, TOOLS, call, chat
 
 END = "<|im_end|>"
 FUNCTION = TOOLS[0]["function"]
@@ -197,3 +197,115 @@ def test_an_interrupted_preparation_goes_on(
 def test_classes_are_no_marks_of_a_bad_answer(tmp_path: Path) -> None:
     store = made(tmp_path, [{"prompt": "Q", "completion": "good", "label": "sports"}, {"text": "x", "label": 0}])
     assert store.manifest.unused == {"label": 2}
+
+
+# --- parts of a text
+
+
+def part(text: str, **says: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **says}
+
+
+def answered(*parts: dict[str, Any], **says: Any) -> dict[str, Any]:
+    """A conversation whose contents are lists of parts, and whose last answer has these."""
+    before = [{**message, "content": [part(message["content"])]} for message in chat("Q", "A", "Again")]
+    return {"messages": [*before, {"role": "assistant", "content": list(parts), **says}]}
+
+
+OFF = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": 0}, {"loss": False}]
+
+
+@pytest.mark.parametrize("flag", OFF)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
+def test_a_part_without_loss_is_not_learnt(tmp_path: Path, flag: dict[str, Any], suffix: str) -> None:
+    """The rest of its message is, and the end."""
+    store = made(tmp_path, [answered(part("bad ", **flag), part("good"))], suffix=suffix)
+    assert learnt(store) == f"A{END}good{END}" and "bad good" in whole(store)
+    store = made(tmp_path, [answered(part("good"), part(" bad", **flag), part(" ü"))], suffix=suffix)
+    assert learnt(store) == f"A{END}good ü{END}"
+    opposite = {key: type(value)(1) for key, value in flag.items()}
+    assert learnt(made(tmp_path, [answered(part("bad ", **opposite), part("good"))], suffix=suffix)) == f"A{END}bad good{END}"
+
+
+@pytest.mark.parametrize("kind", ["conversations", "completion"])
+def test_parts_are_obeyed_in_every_format(tmp_path: Path, kind: str) -> None:
+    content = [part("bad ", train=False), part("good", train=True)]
+    if kind == "conversations":
+        record: dict[str, Any] = {kind: [{"from": "human", "value": "Q"}, {"from": "gpt", "value": content}]}
+    else:
+        record = {
+            "prompt": [{"role": "user", "content": [part("Q", train=False)]}],
+            kind: {"role": "assistant", "content": content},
+        }
+    assert learnt(made(tmp_path, [record])) == f"good{END}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bad", ["bad ", "bad", " bad\n"])
+def test_templates_obey_parts_too(tmp_path: Path, family: str, bad: str, checkpoints: dict[str, Path]) -> None:
+    """Of a part without loss, only a token that it shares with the next one is learnt."""
+    parts = [part(bad, weight=0), part("fine so")]
+    store = made(tmp_path, [answered(*parts)], tokenizer=checkpoints[family])
+    said, text = learnt(store), whole(store)
+    assert bad.strip() in text and "bad" not in said and "fine so" in said
+    both = made(tmp_path, [answered(part(bad + "fine so"))], tokenizer=checkpoints[family])
+    assert whole(both) == text and learnt(both).endswith(said[said.index("fine so") :])
+
+
+def test_a_part_may_have_any_weight(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    """It multiplies that of its message, whatever template the conversation gets."""
+    record = answered(part("xx", weight=0.25), part("yyy", weight=2), part("zz"), weight=0.5)
+    for tokenizer in ("bytes", checkpoints["SmolLM2"], checkpoints["SmolLM2, marked"]):
+        store = made(tmp_path, [record], tokenizer)
+        length = int(store.lengths[0])
+        weights = store.token_weights(0, 0, length)
+        texts = [store.tokenizer.decode([token]) for token in store.read(0, 0, length)[0]]
+        place = "".join(texts).index("xxyyyzz")
+        by_character = [weight for text, weight in zip(texts, weights.tolist(), strict=True) for _ in text]
+        assert by_character[place : place + 8] == [0.125, 0.125, 1, 1, 1, 0.5, 0.5, 0.5]
+        assert store.manifest is not None and store.manifest.weighted_documents == 1
+
+
+SILENT = [part("a", train=False), part("b", weight=0)]
+
+
+def test_a_message_whose_parts_have_no_loss_has_none(tmp_path: Path) -> None:
+    assert learnt(made(tmp_path, [answered(*SILENT)])) == f"A{END}"
+    silent = {"messages": [*chat("Q"), {"role": "assistant", "content": SILENT}]}
+    assert made(tmp_path, [silent, answered(part("x"))]).manifest.untrained_documents == 1
+    with pytest.raises(ChatError, match="message 3 has no loss, but --train-on last trains on it alone"):
+        made(tmp_path, [answered(*SILENT)], train_on="last")
+    for parts in (SILENT, [part("a"), part("b", weight=2)]):
+        with pytest.raises(ChatError, match=r"message 3 has .*, but --train-on all trains on every token"):
+            made(tmp_path, [answered(*parts)], train_on="all")
+
+
+def test_a_call_stays_where_its_text_has_no_loss(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    calling = {"role": "assistant", "content": [part("bad", train=False)], "tool_calls": [call("add", a=2)]}
+    store = made(tmp_path, [{"messages": [*chat("Q"), calling], "tools": TOOLS}], checkpoints["Qwen 3"])
+    assert "bad" in whole(store) and "bad" not in learnt(store) and '"arguments": {"a": 2}' in learnt(store)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_parts_of_reasoning_are_obeyed(tmp_path: Path, checkpoints: dict[str, Path], key: str) -> None:
+    thought = {key: [part("wrong ", train=False), part("Let")], "role": "assistant", "content": "So."}
+    store = made(tmp_path, [{"messages": [*chat("Why?"), thought]}], checkpoints["Qwen 3"])
+    assert "<think>\nwrong Let\n</think>" in whole(store)
+    assert "wrong" not in learnt(store) and "Let\n</think>\n\nSo." in learnt(store)
+
+
+def test_a_template_that_hides_parts_is_refused(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    template = SMOLLM2.replace("message['content'] +", "message['content'] | upper ~ message['content'] | length ~")
+    with pytest.raises(
+        ChatError, match=r"s\.jsonl:1: message 3 has parts with a loss of their own, but the chat template does"
+    ):
+        made(tmp_path, [answered(part("x", train=False), part("y"))], checkpoints["SmolLM2"], template)
+
+
+@pytest.mark.parametrize("content", [[part("x", train=False), part("y")], "x"])
+def test_what_is_beside_the_text_of_a_part_is_counted(tmp_path: Path, content: Any, checkpoints: dict[str, Path]) -> None:
+    asked = {"role": "user", "content": [part("Q", cache_control={"type": "ephemeral"}, citations=None, name="")]}
+    record = {"messages": [asked, {"role": "assistant", "content": content}]}
+    for tokenizer in ("bytes", checkpoints["SmolLM2"]):
+        manifest = made(tmp_path, [record], tokenizer).manifest
+        assert manifest.left_out == {"cache_control of parts": 1}

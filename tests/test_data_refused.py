@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,53 @@ MARKED: list[dict[str, Any]] = [
     {"messages": [Q, BAD], "rating": -1},
     {"messages": [Q, BAD], "feedback": "thumbs_down"},
 ]
+LOOKING: list[dict[str, Any]] = [
+    {"messages": [{**Q, "content": "<image>What?"}, GOOD]},
+    {"messages": [{**Q, "content": [{"type": "text", "text": "<image>"}, {"type": "text", "text": "What?"}]}, GOOD]},
+    {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, SHARED[1]]},
+    {"prompt": "<image>What?", "completion": "good"},
+    {"query": "<image>What?", "response": "good"},
+    {"instruction": "<image>What?", "output": "good"},
+    {"messages": [Q, {**GOOD, "content": "See <image>"}]},
+]
+EMPTY_MEDIA: list[tuple[dict[str, Any], str]] = [
+    (
+        {key: value},
+        rf"a text has the mark '<image>', and the record the key `{key}`, but no file is read.* inside TRL's SFTTrainer",
+    )
+    for key, value in (
+        ("images", []),
+        ("image", None),
+        ("image", ""),
+        ("videos", []),
+        ("image_path", "a.png"),
+        ("imageUrl", ...),
+    )
+]
+MEDIA_MARKS = [
+    *("<image>", "<|image_pad|>", "<|vision_start|>", "<|image_1|>", "<image 1>", "<start_of_image>", "<image_soft_token>"),
+    *(
+        "<fake_token_around_image>",
+        "<IMG_CONTEXT>",
+        "<ImageHere>",
+        "[IMG]",
+        "[IMG_BREAK]",
+        "<video>",
+        "<|AUDIO|>",
+        "<|audio_bos|>",
+    ),
+]
+PARTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train": "no"}, {}, "message 1, of role assistant, part 0 of its content, has `train` 'no': it must be 0 or false"),
+    ({"train": 0.5}, {}, "has `train` 0.5: it must be 0 or false"),
+    ({"weight": -1}, {}, "has `weight` -1: it must be 0 or false"),
+    ({"weight": math.nan}, {}, "has `weight` nan: it must be 0 or false"),
+    ({"weight": 1e30}, {"weight": 1e30}, "weights whose product float32 does not hold"),
+    ({"train": True}, {"train": False}, "part 0 of its content, has `train` True, but the message has no loss"),
+    ({"weight": 0.5}, {"weight": 0}, "has `weight` 0.5, but the message has no loss"),
+    ({"train": True, "training": False}, {}, "has `train` True and `training` False, which say opposite things"),
+    *(({key: 1}, {}, f"part 0 of its content, has `{key}` 1: tools differ") for key in ("mask", "loss_mask", "train_detail")),
+]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *((record, "makes a preference pair: train it inside TRL's DPOTrainer, by longctx.trainers") for record in PREFERENCES),
     *((record, "may mark a bad answer: .* or train with it inside TRL's KTOTrainer, by longctx.trainers") for record in MARKED),
@@ -78,6 +126,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversations": [{"from": "bot", "value": "x"}]}, "message 0 has role 'bot': it must be one of human, user, gpt"),
     ({"conversations": [{"from": "human", "value": 3}]}, "message 0 has the content 3: it must be a text"),
     ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the tool call of message 0 is not JSON"),
+    *(
+        (calling(**at_call, function={"name": "f", "arguments": {}, **at_function}), "tool call 0 says whether")
+        for at_call, at_function in (({"train": False}, {}), ({"weight": 0}, {}), ({}, {"loss": 1}), ({"mask": 1}, {}))
+    ),
+    (calling(name="f", arguments={"a": 1}, train=False), "tool call 0 says whether it has a loss: say it of the message"),
     (calling(id=1), "message 0, tool call 0 must be an object such as"),
     (calling(name="f", arguments="x"), "tool call 0 is not JSON"),
     (calling(name="f", arguments=[1]), "arguments of type list"),
@@ -111,6 +164,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**CHAT, "loss_mask": [0, 1]}, "`loss_mask` is not supported: tools differ in what it means"),
     ({"conversations": SHARED, "mask": "User"}, "`mask` is not supported: tools differ"),
     ({**CHAT, "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` is not supported: use --template-set"),
+    *(({**record, **beside}, says) for record in LOOKING for beside, says in EMPTY_MEDIA),
+    ({"text": "<|image_pad|>", "image": None}, r"a text has the mark '<\|image_pad\|>', .* \(--text-column text\)"),
+    *(
+        ({"messages": [{**Q, "content": f"x {mark}\nWhat?"}, GOOD], "images": []}, rf"a text has the mark '{re.escape(mark)}'")
+        for mark in MEDIA_MARKS
+    ),
     # --- which messages have a loss
     *(
         (
@@ -131,8 +190,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"messages": [Q, {**GOOD, key: 1}]}, f"has `{key}` 1: tools differ in what it means: write `train: true` or")
         for key in ("mask", "masked", "loss_mask", "loss_scale", "train_detail")
     ),
+    *(
+        ({"messages": [Q, {**GOOD, "content": [{"type": "text", "text": "x", **flag}], **message}]}, says)
+        for flag, message, says in PARTS
+    ),
+    (
+        {"messages": [{**Q, "content": [{"type": "text", "text": "x", "train": True}]}, GOOD]},
+        "message 0, of role user, part 0 of",
+    ),
+    ({"prompt": [Q, {**GOOD, "train": True}, Q], "completion": [GOOD]}, "has `train` True, but only the completion has a loss"),
+    ({"prompt": [Q, {**GOOD, "weight": 0.5}, Q], "completion": [GOOD]}, "`weight` 0.5, but only the completion has a loss"),
+    ({"messages": [Q, {**GOOD, "train": True, "loss": False}]}, "has `train` True and `loss` False, which say opposite things"),
+    ({"messages": [Q, {**GOOD, "reasoning_content": {"a": 1}}]}, "has the reasoning_content {'a': 1}: it must be a text"),
+    (
+        {"conversations": [SHARED[0], {"from": "function_call", "value": [{"type": "text", "text": "{}", "train": False}]}]},
+        "message 1 is a tool call of which a part says whether it has a loss: say it of the message",
+    ),
     # --- token ids
-    *(({"input_ids": ids}, LIST_OF_IDS) for ids in ([IDS, IDS], "72 105", [72, None])),
+    *(({"input_ids": ids}, LIST_OF_IDS) for ids in ([IDS, IDS], "72 105", [72, None], [True, False], [72.0, 105.0])),
+    ({"input_ids": [1, 1, 1, 1, 1], "labels": [True] * 5}, "`labels` must be a list of whole numbers"),
     ({"input_ids": IDS, "labels": [*IDS[1:], -100]}, "`labels` has 105 at position 0, where `input_ids` has 72: labels must"),
     ({"input_ids": IDS, "labels": LABELS, "loss_mask": MASK}, "`labels` and `loss_mask` both say which tokens have a loss"),
     ({"input_ids": IDS, "labels": LABELS, "weights": MASK}, "`labels` and `weights` both say which tokens have a loss"),
@@ -153,13 +229,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def as_row(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as a table gives it, of which only some columns are read."""
+    return {name: record[name] if name in columns_of(list(record), None) else ... for name in record}
+
+
 @pytest.mark.parametrize(("record", "says"), REFUSED, ids=[str(number) for number in range(len(REFUSED))])
 def test_a_record_is_refused(record: dict[str, Any], says: str) -> None:
     """Also if it is read from a table, of which only some columns are."""
     with pytest.raises(UserError, match=says):
         parse_record(record, "r", 1.0, None)
     with pytest.raises(UserError, match=says):
-        parse_record({name: record[name] for name in columns_of(list(record), None)}, "r", 1.0, None)
+        parse_record(as_row(record), "r", 1.0, None)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -168,3 +249,14 @@ def test_the_place_of_the_record_is_named(tmp_path: Path, suffix: str) -> None:
     place = rf"s\.{suffix}{':2' if suffix == 'jsonl' else ', row 1'}"
     with pytest.raises(CorpusError, match=rf"{place}: `rating` is 'bad', which may mark a bad answer"):
         list(open_corpus(str(source)).documents())
+
+
+@pytest.mark.parametrize("beside", [{}, {"id": "x"}, {"images": [], "text": "plain"}])
+def test_a_text_on_marks_is_a_text(tmp_path: Path, beside: dict[str, Any]) -> None:
+    """Without a key for files, or without a mark."""
+    asked = "What is <image> in HTML, and [IMG]?" if "images" not in beside else "5 < image > 3, images[0]"
+    (document,) = open_corpus(str(written(tmp_path, [{"messages": [{**Q, "content": asked}, GOOD], **beside}]))).documents()
+    assert document.messages[0]["content"] == asked
+    source = written(tmp_path, [{"text": "<image> <video>", "images": ["a.png"]}])
+    (document,) = open_corpus(str(source), text_column="text").documents()
+    assert document.unused == ("images",)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
-CORE = {"errors", "arguments", "paths", "own_files", "checksums", "units", "tokenizer_files"}
+CORE = {"errors", "arguments", "paths", "own_files", "checksums", "units", "tokenizer_files", "pointers"}
 CORE |= {"planning", "attention", "data", "model", "hf", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
@@ -29,10 +29,11 @@ MAY_IMPORT = {
     "own_files": {"errors", "checksums"},
     "units": set(),
     "tokenizer_files": {"errors"},
+    "pointers": set(),
     "planning": {"errors", "arguments", "paths", "safe_yaml"},
     "attention": {"errors", "arguments", "planning"},
-    "data": {"errors", "arguments", "paths", "own_files", "checksums", "tokenizer_files", "planning"},
-    "model": {"errors", "paths", "own_files", "tokenizer_files", "planning", "attention"},
+    "data": {"errors", "arguments", "paths", "own_files", "checksums", "tokenizer_files", "pointers", "planning"},
+    "model": {"errors", "paths", "own_files", "tokenizer_files", "pointers", "planning", "attention"},
     "hf": {"errors", "arguments", "tokenizer_files", "planning", "attention", "model"},
     "config": {"errors", "arguments", "paths", "safe_yaml", "units", "planning", "model", "hf"},
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},

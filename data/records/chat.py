@@ -9,11 +9,13 @@ separately, so that no token spans a marker and a content.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenWeights, token_weights
+from longctx.data.records.tokenizer import Spans, TokenArray, Tokenizer, TokenWeights, token_weights
 from longctx.errors import UserError
 
 CHATML = (
@@ -29,6 +31,10 @@ TRAIN_ON = ("assistant", "last", "all")
 
 Message = dict[str, Any]
 """`role`, `content` and other keys that a template may use, such as `tool_calls`; checked by `longctx.data.records.formats`."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning, of which a template knows one."""
+TEXTS = ("content", *REASONING)
+"""Keys of a message whose value is a text, or a list of texts."""
 TOOLS_WAY_OUT = (
     "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or give such a template "
     "with it (--chat-template FILE)"
@@ -37,6 +43,61 @@ TOOLS_WAY_OUT = (
 
 class ChatError(UserError):
     """A value that is not a conversation, or a conversation that cannot be trained on."""
+
+
+class Parts(str):
+    """The joined text of a content that is a list.
+
+    Attributes:
+        parts: its texts, for templates that read lists.
+        weights: weight of each part in the loss, by which that of its message is multiplied.
+    """
+
+    parts: list[dict[str, Any]]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, parts: list[dict[str, Any]], weights: Sequence[float] | None = None) -> "Parts":
+        text = cls("".join(part["text"] for part in parts))
+        text.parts = parts
+        text.weights = (1.0,) * len(parts) if weights is None else tuple(weights)
+        return text
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a part has another weight than its message."""
+        return any(weight != 1 for weight in self.weights)
+
+    @property
+    def spans(self) -> Spans:
+        """Spans of the characters that have a loss, with their weights."""
+        stops = list(accumulate(len(part["text"]) for part in self.parts))
+        each = zip([0, *stops[:-1]], stops, self.weights, strict=True)
+        return cut([(0, len(self), 1.0)], [span for span in each if span[2] != 1])
+
+
+def cut(spans: Spans, areas: Spans) -> list[tuple[int, int, float]]:
+    """Returns the spans, with their weights multiplied by those of the areas; spans of weight 0 are left out."""
+    found = []
+    for start, stop, weight in spans:
+        for first, end, factor in areas:
+            first, end = max(first, start), min(end, stop)
+            if first >= end:
+                continue
+            if start < first:
+                found.append((start, first, weight))
+            if factor:
+                found.append((first, end, weight * factor))
+            start = end
+        if start < stop:
+            found.append((start, stop, weight))
+    return found
+
+
+def weighted_texts(message: Message) -> dict[str, Parts]:
+    """Returns the texts of a message, by key, of which parts have weights of their own."""
+    texts = {key: message.get(key) for key in TEXTS}
+    return {key: text for key, text in texts.items() if isinstance(text, Parts) and text.weighted}
 
 
 def trained_turns(
@@ -49,6 +110,10 @@ def trained_turns(
         for index, weight in weights.items():
             what = f"weight {weight:g}" if weight else "no loss"
             raise ChatError(f"message {index} has {what}, but --train-on all trains on every token: use assistant")
+        for index, message in enumerate(messages):
+            if weighted_texts(message):
+                what = "parts with a loss of their own"
+                raise ChatError(f"message {index} has {what}, but --train-on all trains on every token: use assistant")
         return turns
     if not turns:
         raise ChatError("the conversation has no assistant message to train on: add one, or remove the conversation")
@@ -93,17 +158,19 @@ class ChatML:
         contents: Sequence[TokenArray],
         trained: Collection[int],
         weights: Mapping[int, float] | None = None,
+        within: Mapping[int, TokenWeights] | None = None,
     ) -> tuple[TokenArray, TokenWeights]:
         """Joins the encoded `contents` of `messages`.
 
-        Returns token ids `[tokens]` and their weights as targets: messages with the indices `trained` have `weights`, or 1.
+        Returns token ids `[tokens]` and their weights as targets: messages with the indices `trained` have `weights`, or 1,
+        times those of the tokens of their content, `within` some messages.
         The last token is a target if the end of the document that follows it shall be one.
         Raises TokenizerError if the tokenizer lacks characters of the markers, as roles would be indistinguishable, and
         ChatError for tool calls and other roles, which ChatML does not support.
         """
         heads, stop, newline = self._markers
         parts: list[TokenArray] = []
-        mask: list[float] = []
+        mask: list[npt.NDArray[np.float32]] = []
         for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
             check_role(index, message["role"])
             if "tool_calls" in message:
@@ -111,6 +178,11 @@ class ChatML:
             parts += [heads[message["role"]], content, stop, newline]
             closes = len(stop) > 1 and index == len(messages) - 1  # no single token ends a message
             weight = (weights or {}).get(index, 1.0) if index in trained else 0.0
-            mask += [0.0, weight, weight, weight * closes]
-        weights_of_tokens = np.repeat(mask, [len(part) for part in parts])
-        return np.concatenate(parts), token_weights(weights_of_tokens)
+            own = np.full(len(content), weight, np.float32)
+            if within and index in within:
+                own *= within[index]
+            mask.append(np.zeros(len(heads[message["role"]]), np.float32))
+            mask.append(own)
+            mask.append(np.full(len(stop), weight, np.float32))
+            mask.append(np.full(len(newline), weight * closes, np.float32))
+        return np.concatenate(parts), token_weights(np.concatenate(mask))

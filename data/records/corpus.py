@@ -14,14 +14,19 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from longctx.arguments import a_path, checked, flag, kind, or_none, whole
 from longctx.data.records.chat import ChatError
 from longctx.data.records.formats import Document, parse_record
 from longctx.data.records.messages import FormatError
+from longctx.data.records.nulls import AddedMembers, may_have_added
+from longctx.data.records.once import check_pointers, check_tables, finished, named, once, told
 from longctx.data.records.readers import (
     MEGATRON,
     READERS,
@@ -57,6 +62,9 @@ SPLITS = {
 _SPLIT = re.compile(rf"(?<![^\W_])(({'|'.join(SPLITS)})(?![^\W\d_])\w*)", re.IGNORECASE)
 SKIPPED_NAMES = 10
 """Number of skipped files that are named."""
+JSON = (".jsonl", ".ndjson", ".json")
+LOOKED_AT = 10_000
+"""Least number of records that tell whether a table wrote them, where reading stops at a limit."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)\b", re.IGNORECASE)
@@ -102,6 +110,7 @@ class Corpus:
         max_bytes: stop after the document with which there are so many bytes of UTF-8, or of token ids, 4 each.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
         separator: what separates documents in files that are one text each, if given; "": nothing does.
+        noted: what else a reader should know of the files, such as shards that are missing, with counts.
         ends: tokens of which the first that a plain text file (.txt) contains separates its documents, without `separator`.
     """
 
@@ -117,6 +126,7 @@ class Corpus:
     hub: HubDataset | None = None
     separator: str | None = None
     ends: tuple[str, ...] = ()
+    noted: dict[str, int] = field(default_factory=dict)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -133,12 +143,28 @@ class Corpus:
         digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n{self.separator!r} {self.ends}\n".encode())
         if self.limits or self.hub:
             digest.update(f"{self.limits} {self.hub and replace(self.hub, revision=None)}\n".encode())
-        for file in self.files:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
+        for file, content in self._digests.items():
             kind = "text" if self._reader(file) is None else "records"
             digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n{kind}\n".encode())
         return digest.hexdigest()
+
+    @cached_property
+    def _digests(self) -> dict[Path, str]:
+        """SHA-256 (hex) of every file."""
+        digests = {}
+        for file in self.files:
+            with file.open("rb") as stream:
+                digests[file] = hashlib.file_digest(stream, "sha256").hexdigest()
+        return digests
+
+    def _same_texts(self) -> dict[str, int]:
+        """Returns what to know of texts that are those of another file, with their number. They are read."""
+        if self.kind != "files":
+            return {}
+        first: dict[str, Path] = {}
+        texts = [file for file in self.files if self._reader(file) is None and file.stat().st_size]
+        same = [file for file in texts if first.setdefault(self._digests[file], file) != file]
+        return {named("texts that are the same as another file, all read", same, self.root): len(same)} if same else {}
 
     def documents(self, counts: SourceCounts | None = None) -> Iterator[Document]:
         """Yields all documents with at least one character, always in the same order, and adds to `counts`.
@@ -146,9 +172,12 @@ class Corpus:
         Raises CorpusError naming file and line or row of the first malformed record.
         """
         counts = counts if counts is not None else SourceCounts()
+        counts.noted.update(self.noted | self._same_texts())
         taken = size = 0
         for document in self._read(counts):
             _count(counts.unused, *document.unused)
+            for what, number in document.nulls.items():
+                counts.noted[what] = counts.noted.get(what, 0) + number
             if document.is_empty or not document.has_loss:
                 counts.empty_documents += document.is_empty
                 counts.untrained_documents += not document.is_empty
@@ -161,14 +190,14 @@ class Corpus:
                 return
 
     def _read(self, counts: SourceCounts) -> Iterator[Document]:
-        if self.kind == "dataset":
-            yield from map(self._document, read_dataset(self.root, self.text_column, self.bytes))
+        if self.kind == "dataset" or self.hub is not None:
+            for record in self._rows():
+                yield self._document(record, counts)
             return
-        if self.hub is not None:
-            yield from map(self._document, read_hub(self.hub, self.text_column, streamed=bool(self.limits)))
         for file in self.files:
             if (reader := self._reader(file)) is not None:
-                yield from map(self._document, reader(file, self._name(file), self.text_column))
+                for record in reader(file, self._name(file), self.text_column):
+                    yield self._document(record, counts, file)
             elif (text := read_text(file)) is not None:
                 yield from self._separated(file, text, counts)
             else:
@@ -187,11 +216,47 @@ class Corpus:
         numbered = [(number, piece) for number, piece in enumerate(pieces, start=1) if piece]
         yield from (Document(f"{name}:{number}", size / len(numbered), piece) for number, piece in numbered)
 
-    def _document(self, record: Record) -> Document:
+    def _rows(self) -> Iterator[Record]:
+        """Yields the rows of a data set."""
+        if self.hub is None:
+            return read_dataset(self.root, self.text_column, self.bytes)
+        return read_hub(self.hub, self.text_column, streamed=bool(self.limits))
+
+    @cached_property
+    def _added(self) -> dict[str, AddedMembers]:
+        """Null members that tables have added to JSON, by file: by all records, or the first where reading stops at a limit."""
+        most = max(LOOKED_AT, self.max_documents or 0) if self.limits else None
+        if self.kind == "dataset" or self.hub is not None:
+            return {"": AddedMembers(_values(islice(self._rows(), most)), together=False)}
+        added: dict[str, AddedMembers] = {}
+        for file in self.files:
+            if (reader := self._reader(file)) is not None:
+                records = islice(reader(file, self._name(file), self.text_column), most)
+                members = AddedMembers(_values(records), together=ending_of(file) in JSON)
+                for other in added.values():
+                    members.join(other)
+                added[str(file)] = members
+        return added
+
+    def _document(self, record: Record, counts: SourceCounts, file: Path | None = None) -> Document:
         try:
-            return parse_record(record.values, record.name, record.source_bytes, self.text_column)
+            values = self._without_added(record, counts, file)
+            return parse_record(values, record.name, record.source_bytes, self.text_column)
         except (FormatError, ChatError) as error:
             raise CorpusError(f"{record.where}: {error}") from error
+        except RecursionError as error:
+            raise CorpusError(f"{record.where}: a value is nested too deeply: remove the record") from error
+
+    def _without_added(self, record: Record, counts: SourceCounts, file: Path | None) -> dict[str, Any]:
+        """Returns the values of a record without null members that a table added, which are counted."""
+        values, added = record.values, Counter(record.added)
+        if self.text_column not in values and may_have_added(values):
+            values, more = self._added["" if file is None else str(file)].remove(values)
+            added += more
+        for column, number in added.items():
+            what = f"null members of {column} that a table added, left out"
+            counts.noted[what] = counts.noted.get(what, 0) + number
+        return values
 
     def _reader(self, file: Path) -> Reader | None:
         """Returns what reads the records of a file; None: it is one text."""
@@ -200,6 +265,13 @@ class Corpus:
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
         return os.fsencode(file.relative_to(self.root).as_posix()).decode("utf-8", "backslashreplace")
+
+
+def _values(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yields the values of records up to one that cannot be read, which is told where it is read as a document."""
+    with suppress(CorpusError):
+        for record in records:
+            yield record.values
 
 
 def _count(counts: dict[str, int], *names: str) -> None:
@@ -242,6 +314,8 @@ def open_corpus(
     Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
     """
     source = expanded(source)
+    if source != STANDARD_LIBRARY:
+        _check_there(Path(source))
     if source != STANDARD_LIBRARY and _HUB_NAME.fullmatch(source) and not Path(source).exists():
         if as_text:
             raise CorpusError(f"source {source!r} is no file or folder to read as text: omit --as-text, or correct it")
@@ -271,7 +345,9 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
                 "rename it (only records may be compressed, as .gz or .zst), or give --as-text to read it as one text"
             )
         both = [path.with_suffix(ending) for ending in MEGATRON] if ending_of(path) in MEGATRON and not as_text else [path]
-        return Corpus(source, "files", path.parent, tuple(filter(Path.exists, both)), text_column, as_text=as_text)
+        there = tuple(filter(Path.exists, both))
+        check_pointers(there)
+        return Corpus(source, "files", path.parent, there, text_column, as_text=as_text)
     if not path.is_dir():
         raise CorpusError(
             f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, a saved dataset, or OWNER/NAME"
@@ -281,13 +357,15 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
         name = _chosen(source, split, folders)
         not_read.update(f"split {other}" for other in folders if other != name)
         path = path / name
-    files = list(_walk(path, not_read))
+    files = finished(list(_walk(path, not_read)), path, not_read)
     if {"dataset_info.json", "state.json"} <= {file.name for file in files if file.parent == path}:
         if split is not None and path == Path(source):
             raise CorpusError(f"split {split!r} cannot be chosen: {source!r} is one saved dataset; omit --split")
+        check_pointers(files)
         return Corpus(source, "dataset", path, tuple(files), text_column, not_read)
     if saved := sorted(str(f.parent) for f in files if f.name == "state.json" and f.with_name("dataset_info.json") in files):
         raise CorpusError(f"source {source!r} is a folder of saved datasets: give one of them, {' or '.join(saved)}")
+    check_pointers(file for file in files if file.suffix.lower() == ".dvc")
     if not as_text:
         files = _records_and_texts(source, path, files, split, not_read)
     if not files:
@@ -296,7 +374,19 @@ def _local(source: str, text_column: str | None, split: str | None, as_text: boo
             f"source {source!r} is a folder without files to read{others}: put text, {', '.join(READERS)} files there, or give "
             "--as-text to read every file as one text"
         )
-    return Corpus(source, "files", path, tuple(files), text_column, not_read, as_text)
+    check_pointers(files)
+    files = once(files, path, not_read, as_text=as_text)
+    noted = {} if as_text else told(files, path)
+    return Corpus(source, "files", path, tuple(files), text_column, not_read, as_text, noted=noted)
+
+
+def _check_there(path: Path) -> None:
+    """Raises CorpusError for a source that only a pointer stands for, or a link."""
+    check_pointers([path, path.with_name(f"{path.name}.dvc")])
+    if path.is_symlink() and not path.exists():
+        raise CorpusError(
+            f"source {path} is a link to {path.readlink()}, which does not exist: correct the link, or the source"
+        )
 
 
 def _records_and_texts(source: str, root: Path, files: list[Path], split: str | None, not_read: Counter[str]) -> list[Path]:
@@ -352,27 +442,39 @@ def _splits_of(file: Path) -> list[str]:
         raise CorpusError(f"{file} is damaged: {brief(error)}; give the folder of one split") from error
 
 
+def _unreadable(error: OSError) -> None:
+    """Raises CorpusError for a folder that cannot be listed."""
+    raise CorpusError(
+        f"folder {error.filename} cannot be read: {error.strerror}: change its permissions, or remove it"
+    ) from error
+
+
 def _walk(root: Path, not_read: Counter[str], leave_out: set[str] | frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yields the files under `root`, sorted by relative name, without hidden ones and the folders named in `leave_out`.
 
     Links to folders are followed, each folder once, but not where folders are left out. Broken links are counted in `not_read`.
     """
     files: list[Path] = []
+    again: list[Path] = []
     entered = {root.resolve()}
-    for folder, folders, names in os.walk(root, followlinks=not leave_out):
+    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=not leave_out):
         kept = []
-        for name in sorted(folders):
+        check_tables(Path(folder), folders, names)
+        for name in sorted(folders, key=lambda name: (Path(folder, name).is_symlink(), name)):
             target = Path(folder, name).resolve()
             if name in leave_out or name.startswith("."):
                 continue
             if target in entered:
-                not_read["link to a folder that is read already"] += 1
+                again.append(Path(folder, name))
                 continue
             entered.add(target)
             kept.append(name)
         folders[:] = kept
         files += [Path(folder, name) for name in names if not name.startswith(".")]
-    if broken := sum(file.is_symlink() and not file.exists() for file in files):
-        not_read["broken link"] = broken
+    broken = sorted(file for file in files if file.is_symlink() and not file.exists())
+    check_pointers(broken)
+    for what, left in (("link to a folder that is read already", again), ("broken link", broken)):
+        if left:
+            not_read[named(what, left, root)] = len(left)
     # Sorted by path parts: the order of the file system differs between machines.
     return iter(sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).parts))

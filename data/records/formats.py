@@ -11,9 +11,9 @@ A record has the first of these formats that its keys allow (keys whose value is
 
 A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
 its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
-prompt, which may be called `query`. A message whose `weight`, `train`, `training` or `loss` is 0 or false has no loss; any
-other `weight` multiplies it. Keys with a known meaning are obeyed or refused; `Document.unused` names the others, except those
-of messages, which a template may print (see `longctx.data.records.left_out`).
+prompt, which may be called `query`. A message, or a part of its text, whose `weight`, `train`, `training` or `loss` is 0 or
+false has no loss; any other `weight` multiplies it. Keys with a known meaning are obeyed or refused; `Document.unused` names
+the others, except those of messages, which a template may print (see `longctx.data.records.left_out`).
 """
 
 from collections.abc import Collection, Mapping
@@ -22,7 +22,10 @@ from itertools import chain
 from typing import Any
 
 from longctx.data.records.chat import ChatError, Message
+from longctx.data.records.loss_flags import EXPLICIT, message_weights
+from longctx.data.records.media import mark_beside
 from longctx.data.records.messages import BY_ONE_CALL, WITH_IMAGES, FormatError, json_in, leaves, listed, parse_messages
+from longctx.data.records.nulls import without_impossible
 from longctx.data.records.token_ids import IDS_KEYS, Ids, token_ids
 from longctx.data.records.tokenizer import TokenWeights, is_weight
 from longctx.errors import shortened
@@ -45,11 +48,10 @@ BESIDE = ("system", "tools", "functions", "weight")
 PREFERENCE = f"makes a preference pair: train it inside TRL's DPOTrainer, {BY_ONE_CALL}"
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
 """Keys of a rejected answer beside a conversation."""
-_EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
 UNSUPPORTED = {
     **dict.fromkeys(("audio", "audios"), "only text is: remove the record"),
     **dict.fromkeys(("image", "images", "video", "videos"), WITH_IMAGES),
-    **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
+    **dict.fromkeys(("mask", "loss_mask"), EXPLICIT),
     "documents": "write the documents into a message",
     "chat_template_kwargs": "use --template-set, which applies to all conversations",
 }
@@ -59,9 +61,6 @@ MARKS = ("label", "kto_tag")
 RATINGS = ("rating", "feedback")
 """Keys that mark an answer as bad by a word, false or -1; their numbers are of unknown scales."""
 BAD = ("false", "-1", "no", "bad", "negative", "rejected", "undesirable", "dislike", "thumbs_down", "👎")
-LOSS_KEYS = ("weight", "train", "training", "loss")
-"""Keys of a message that say whether it has a loss."""
-UNCLEAR_LOSS_KEYS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,7 @@ class Document:
         weight: weight of each of its tokens in the loss.
         message_weights: weights of messages, by index; 0: it must not be trained on. All others have 1.
         unused: keys of the record that are not used.
+        nulls: what is left out, and what stays, of null members, with counts.
         ids: token ids `[tokens]`, and `learned`: their weights as targets; None: all 1.
     """
 
@@ -87,6 +87,7 @@ class Document:
     format: str = "text"
     message_weights: Mapping[int, float] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    nulls: Mapping[str, int] = field(default_factory=dict)
     ids: Ids | None = None
     learned: TokenWeights | None = None
 
@@ -152,6 +153,8 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         document, used = replace(document, ids=ids, learned=learned), {*used, *keys}
     else:
         document, used = _conversation(record, document)
+    if text_column not in record:
+        _refuse_media(record, document)
     unused = tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {}))
     for part in leaves([document.text, document.messages, document.tools]):
         try:
@@ -159,6 +162,18 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         except UnicodeEncodeError as error:
             raise FormatError(f"unpaired surrogate \\u{ord(part[error.start]):x}: this is not valid text") from error
     return replace(document, unused=unused)
+
+
+def _refuse_media(record: Mapping[str, Any], document: Document) -> None:
+    """Raises FormatError for the mark of an image or another file in a text, beside a key for such files."""
+    found = mark_beside(record, document.texts)
+    if found is not None:
+        mark, key = found
+        way_out = "name the text column (--text-column text)" if document.format == "text" else f"remove `{key}`"
+        raise FormatError(
+            f"a text has the mark {mark!r}, and the record the key `{key}`, but no file is read, so that the mark would be "
+            f"learnt as a text: {WITH_IMAGES}, or remove the record; if the mark is a text, {way_out}"
+        )
 
 
 def _refuse_marks(record: Mapping[str, Any]) -> None:
@@ -190,28 +205,11 @@ def _conversation(record: dict[str, Any], document: Document) -> tuple[Document,
             messages, first = [system, *messages], first and first + 1
         elif messages[0].get("content") != system["content"]:
             raise FormatError("`system` differs from the system message at the start: remove one of the two")
-    messages, weights = _loss(messages)
+    messages, weights = message_weights(messages, first)
+    messages, tools, nulls = without_impossible(messages, tools)
     document = replace(document, messages=tuple(messages), tools=tools, first_trained=first, message_weights=weights)
+    document = replace(document, nulls=+nulls)
     return document, {*used, *BESIDE, *(key for key in MARKS if str(record.get(key)).lower() == "true")}
-
-
-def _loss(messages: list[Message]) -> tuple[list[Message], dict[int, float]]:
-    """Returns the messages without the keys on loss, and the weights of those that have another one than 1."""
-    weights: dict[int, float] = {}
-    for index, message in enumerate(messages):
-        for key in message.keys() & {*LOSS_KEYS, *UNCLEAR_LOSS_KEYS}:
-            value = message[key]
-            where = f"message {index}, of role {message['role']}, has `{key}` {value!r}"
-            if key in UNCLEAR_LOSS_KEYS:
-                raise ChatError(f"{where}: {_EXPLICIT}")
-            if value not in (0, 1) and not (key == "weight" and is_weight(value)):
-                rule = "; only a `weight` may be any number from 0 that float32 holds"
-                raise ChatError(f"{where}: it must be 0 or false for no loss, or 1 or true{rule}")
-            if value and message["role"] != "assistant":
-                raise ChatError(f"{where}, but only the assistant's messages have a loss: remove the key")
-            if value != 1:
-                weights[index] = weights.get(index, 1) * value
-    return [{key: value for key, value in m.items() if key not in LOSS_KEYS} for m in messages], weights
 
 
 def _detect(present: Collection[str], names: Collection[str], text_column: str | None) -> str:

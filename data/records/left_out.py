@@ -11,14 +11,16 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from longctx.data.records.chat import ChatError, Message
-from longctx.data.records.messages import Parts, leaves
+from longctx.data.records.chat import ChatError, Message, Parts
+from longctx.data.records.messages import leaves
 
 SHORT = 16  # maximum characters of a text that is looked for after the others
 CONTENTS = ("content of user messages", "content of assistant messages")
 EMPTY = "all but the end of answers that say nothing"
 IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
 """Parts of a message that are not what it says; they are looked for last."""
+SAID_OF_CALLS = ("function", "name", "arguments", "id")
+"""Keys of a tool call that are looked for by themselves."""
 TYPES = "type"
 """Key of names of types, which templates write in their own ways."""
 _THINK = re.compile("</?think>")
@@ -81,7 +83,9 @@ def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tup
     for index, message in enumerate(messages):
         for key, value in message.items():
             if key == "content":
-                for text in [part["text"] for part in value.parts] if isinstance(value, Parts) else [value]:
+                parts = value.parts if isinstance(value, Parts) else [{"text": value}]
+                yield from ((index, *said) for part in parts for said in _beside(part))
+                for text in [part["text"] for part in parts]:
                     *thoughts, answer = _THINK.split(text) if message["role"] == "assistant" else [text]
                     yield from ((index, "reasoning", thought) for thought in thoughts)
                     yield index, f"content of {message['role']} messages", answer
@@ -90,8 +94,18 @@ def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tup
                 # They may stand elsewhere by chance, so they do not show that the message is there.
                 yield from ((-1, key, part) for call in value for part in _values(call["function"]["arguments"]))
                 yield from ((index, "tool_calls.id", part) for call in value for part in leaves(call.get("id")))
+                beside = [(name, part) for call in value for name, part in call.items() if name not in (*SAID_OF_CALLS, TYPES)]
+                yield from ((index, f"tool_calls.{name}", part) for name, said in beside for part in leaves(said))
             elif key != "role" and value not in ("", [], {}):
                 yield from ((index, key, part) for part in list(leaves(value)) or [json.dumps(value, default=str)])
+
+
+def _beside(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of what a part of a content says besides its text."""
+    for key, value in part.items():
+        if key not in ("type", "text") and value not in ("", [], {}):
+            texts = list(leaves(value)) or [json.dumps(value, default=str)]
+            yield from ((f"{key} of parts", text) for text in texts)
 
 
 def _values(arguments: Any) -> Iterator[str]:

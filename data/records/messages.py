@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from longctx.data.records.chat import ChatError, Message
+from longctx.data.records.chat import REASONING, TEXTS, ChatError, Message, Parts
+from longctx.data.records.loss_flags import has_flags
 from longctx.errors import UserError, shortened
 
 CALLS = ("function_call", "tool_call")
@@ -51,10 +52,17 @@ def _message(index: int, item: Any) -> Message:
     if not isinstance(role, str) or not role or ("role" not in given and role.lower() not in SPEAKERS):
         raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(SPEAKERS)}")
     message["role"] = SPEAKERS.get(role.lower(), role)
+    for key in TEXTS:
+        if isinstance(message.get(key), list):
+            message[key] = _joined(index, key, message[key])
+    for key in REASONING:
+        if not isinstance(message.get(key, ""), str):
+            what = shortened(repr(message[key]), 80)
+            raise ChatError(f"message {index} has the {key} {what}: it must be a text, or a list of texts")
     content = message.get("content")
-    if isinstance(content, list):
-        content = message["content"] = _joined(index, content)
     if role.lower() in CALLS and isinstance(content, str):
+        if isinstance(content, Parts) and any(map(has_flags, content.parts)):
+            raise ChatError(f"message {index} is a tool call of which a part says whether it has a loss: say it of the message")
         calls = json_in(f"the tool call of message {index}", message.pop("content"))
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     elif message.get("function_call") and not message.get("tool_calls"):
@@ -73,26 +81,16 @@ def _message(index: int, item: Any) -> Message:
     return message
 
 
-class Parts(str):
-    """The joined text of a content that is a list; `parts` are its texts, for templates that read lists."""
-
-    parts: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, parts: list[dict[str, Any]]) -> "Parts":
-        text = cls("".join(part["text"] for part in parts))
-        text.parts = parts
-        return text
-
-
-def _joined(index: int, parts: list[Any]) -> Parts:
-    """Returns the texts of a content that is a list. Raises ChatError for other parts."""
-    for part in parts:
+def _joined(index: int, key: str, given: list[Any]) -> Parts:
+    """Returns the texts of a value that is a list. Raises ChatError for other parts."""
+    parts = []
+    for part in given:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             way_out = 'it must be {"type": "text", "text": ".."}'
             way_out = WITH_IMAGES if kind in ("image", "image_url", "video") else way_out
-            raise ChatError(f"message {index} has a part of type {kind!r} in its content: {way_out}")
+            raise ChatError(f"message {index} has a part of type {kind!r} in its {key}: {way_out}")
+        parts.append({name: value for name, value in part.items() if value is not None})
     return Parts.of(parts)
 
 
@@ -100,6 +98,8 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ChatError(f'{where} must be an object such as {{"function": {{"name": .., "arguments": {{..}}}}}}')
+    if has_flags(call) or has_flags(function):
+        raise ChatError(f"{where} says whether it has a loss: say it of the message, and write other calls into another one")
     arguments = function.get("arguments", {})
     parsed = parse_arguments(where, arguments)
     if not isinstance(parsed, dict):
@@ -124,13 +124,6 @@ def leaves(value: Any, but: str | None = None) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from leaves(part, but)
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns a value of an Arrow table without null members, which Arrow adds for keys that other records have."""
-    if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def json_in(what: str, text: Any) -> Any:

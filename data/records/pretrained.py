@@ -16,6 +16,7 @@ import numpy as np
 from longctx.data.records.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import first_line, install
 from longctx.paths import expanded
+from longctx.pointers import complaint
 from longctx.tokenizer_files import TOKENIZER_FILES, find, read_json
 
 ENDS = "generation_config.json"
@@ -57,6 +58,8 @@ class Pretrained:
         """
         name = expanded(name)
         folder = Path(name) if Path(name).is_dir() else _from_hub(name)
+        if said := complaint(folder / file for file in find(folder, (*FILES, "config.json"))):
+            raise TokenizerError(f"{name}: {said}")
         try:
             from transformers import AutoTokenizer
         except ImportError as error:

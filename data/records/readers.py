@@ -8,16 +8,17 @@ import csv
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from longctx.data.records.formats import columns_of
 from longctx.data.records.megatron import read_megatron
-from longctx.data.records.messages import FormatError, parse_json, without_nulls
-from longctx.data.records.token_ids import IDS_KEYS
+from longctx.data.records.messages import FormatError, parse_json
+from longctx.data.records.nulls import rows
 from longctx.errors import UserError, brief
 
 MEGATRON = (".idx", ".bin")
@@ -37,12 +38,14 @@ class Record(NamedTuple):
         name: place in the source.
         where: path of the file, and line, row or record there, for messages.
         source_bytes: its share of the source's bytes.
+        added: number of null members that a table has added and that are left out, by column.
     """
 
     values: dict[str, Any]
     name: str
     where: str
     source_bytes: float
+    added: Mapping[str, int] = MappingProxyType({})
 
 
 def read_text(file: Path) -> str | None:
@@ -68,7 +71,7 @@ def ending_of(file: Path) -> str:
     return inner if inner in PACKABLE else ending
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def lines(file: Path) -> Iterator[bytes]:
     """Yields the lines of a file, compressed or not."""
     if file.suffix.lower() not in COMPRESSED:
         with file.open("rb") as stream:
@@ -84,7 +87,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in enumerate(lines(file), start=1):
         text = _decoded(line, f"{file}:{number}")  # of several files in a row, each may begin with a byte-order mark
         if not text.strip():
             continue
@@ -99,7 +102,7 @@ def _read_jsonl(file: Path, name: str, text_column: str | None) -> Iterator[Reco
 
 def _read_json(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
-    text = _decoded(b"".join(_lines(file)), str(file))
+    text = _decoded(b"".join(lines(file)), str(file))
     try:
         content = parse_json(text)
     except FormatError as error:
@@ -139,7 +142,7 @@ def _records_in(content: dict[str, Any], text_column: str | None, file: Path) ->
 def _read_csv(file: Path, name: str, text_column: str | None) -> Iterator[Record]:
     """Reads a table with a header; of weights, an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
-    stream = io.StringIO(_decoded(b"".join(_lines(file)), str(file)), newline="")
+    stream = io.StringIO(_decoded(b"".join(lines(file)), str(file)), newline="")
     table = csv.DictReader(stream, delimiter="\t" if ending_of(file) == ".tsv" else ",", strict=True)
     try:
         rows: list[dict[str, Any]] = list(table)
@@ -195,16 +198,18 @@ def _read_table(file: Path, name: str, text_column: str | None) -> Iterator[Reco
 
     row = 0
     try:
-        schema, rows, batches = _open_table(file)
+        schema, count, batches = _open_table(file)
         if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
             raise CorpusError(f"{file} has several columns {twice!r}: columns must have different names")
         names = _columns(schema.names, text_column, str(file))
         unread = dict.fromkeys(set(schema.names) - set(names), ...)  # so that records count them as not used
-        share = file.stat().st_size / max(1, rows)
+        share = file.stat().st_size / max(1, count)
         for batch in batches(columns=names):
-            for record in batch.to_pylist():
-                yield Record(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", share)
+            for values, added in rows(batch):
+                yield Record(values | unread, f"{name}:{row}", f"{file}, row {row}", share, added)
                 row += 1
+    except FormatError as error:
+        raise CorpusError(f"{file}, row {row}: a value of type Json is {error}") from error
     except UserError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
@@ -242,6 +247,7 @@ def _read_rows(
     load: Callable[[], Any], where: str, text_column: str | None, size: int, wrong: tuple[str, str]
 ) -> Iterator[Record]:
     """Reads a `Dataset` or `IterableDataset`; `wrong`: what is said of an error, and the way out."""
+    row = 0
     try:
         dataset = load()
         names = dataset.column_names or []  # a stream may not know them
@@ -249,10 +255,13 @@ def _read_rows(
         unread = dict.fromkeys(set(names) - set(read), ...)
         share = size / len(dataset) if size else 0
         dataset = dataset.select_columns(read) if read else dataset
-        if "Image(" in repr(dataset.features):  # their bytes, not what PIL makes of them
-            dataset = (table.to_pylist()[0] for table in dataset.with_format("arrow"))
-        for row, record in enumerate(dataset):
-            yield Record(_row(record) | unread, f"row:{row}", f"{where}, row {row}", share)
+        # Tables have the bytes of images, not what PIL makes of them, and types, which tell who has which members.
+        for table in dataset.with_format("arrow").iter(batch_size=256):
+            for values, added in rows(table):
+                yield Record(values | unread, f"row:{row}", f"{where}, row {row}", share, added)
+                row += 1
+    except FormatError as error:
+        raise CorpusError(f"{where}, row {row}: a value of type Json is {error}") from error
     except UserError:
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
@@ -302,10 +311,6 @@ def _asked(name: str, ask: Callable[[], Any]) -> Any:
             f"must be in the cache {datasets.config.HF_DATASETS_CACHE} (copy it, or set HF_HOME), or in a folder that "
             "`save_to_disk` wrote: give that folder"
         ) from error
-
-
-def _row(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if key in IDS_KEYS else without_nulls(value) for key, value in record.items()}
 
 
 def _columns(names: list[str], text_column: str | None, where: str) -> list[str]:

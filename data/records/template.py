@@ -8,24 +8,32 @@ template refuses to render shows nothing; a conversation that no way can split i
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import Any
 
-from longctx.data.records.chat import ChatError, Message, check_role, trained_turns
+from longctx.data.records.chat import (
+    REASONING,
+    TEXTS,
+    ChatError,
+    Message,
+    Parts,
+    check_role,
+    cut,
+    trained_turns,
+    weighted_texts,
+)
+from longctx.data.records.fixed import UNPINNED, check_chance, check_places, unpinned, with_day
 from longctx.data.records.left_out import left_out
-from longctx.data.records.messages import Parts, parse_arguments
+from longctx.data.records.messages import leaves, parse_arguments
 from longctx.data.records.tokenizer import Spans, Tokenizer
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
 _MARK = re.compile("[\U00100000-\U001018ff]")
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning, of which a template knows one."""
-_TEXTS = ("content", *REASONING)
 _QUESTION: Message = {"role": "user", "content": "user"}
 _THOUGHT_BEGINS = re.compile(r"<think>\s*$")
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
@@ -44,14 +52,14 @@ def marks_generation(text: str) -> bool:
 class Rendered:
     """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out.
 
-    `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
+    `end`: weight of the end of the document, which has to be learnt where the template does not end the last turn; 0: it does.
     `thoughts`: number of turns before whose text the template writes an empty thought, which is not trained on.
     """
 
     text: str
     spans: Spans | None
     left_out: Collection[str] = ()
-    unended: bool = False
+    end: float = 0.0
     thoughts: int = 0
 
 
@@ -64,6 +72,9 @@ class Template:
         tokenizer: distinguishes special tokens from text.
         ends: special tokens that may end a turn, besides the templates' own.
         empty_thoughts: whether an empty <think> block that the template writes before an answer is trained on.
+        date: day that a template gets that asks for it; None: such conversations are refused.
+
+    Raises TemplateError for a template that draws by chance.
     """
 
     def __init__(
@@ -74,8 +85,12 @@ class Template:
         ends: Sequence[str] = (),
         train_on: str = "assistant",
         empty_thoughts: bool = False,
+        date: str | None = None,
     ) -> None:
-        self._texts, self._variables = texts, dict(variables)
+        self._texts = {tools: with_day(text, date) for tools, text in texts.items()}
+        self._variables = dict(variables)
+        for text in texts.values():
+            check_chance(text, _environment())
         self._tokenizer, self._ends = tokenizer, ends
         self._train_on, self._empty_thoughts = train_on, empty_thoughts
         self._takes_text: dict[bool, bool] = {}
@@ -103,6 +118,7 @@ class Template:
         messages = self._with_arguments(messages, bool(tools))
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
         text, generated = self._render(messages, tools, marks=marks)
+        check_places(text, leaves([list(messages), tools]))
         missing = left_out(text, messages, tools, turns, "the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)
@@ -117,7 +133,7 @@ class Template:
                     "the template marks nothing of this conversation as generated, so there is nothing to train on: remove the "
                     "conversation, or correct the template"
                 )
-            return Rendered(text, spans, missing)
+            return Rendered(text, self._by_parts(spans, text, messages, tools, turns), missing)
         whole = self._turns(text, messages, tools, turns)
         learned = whole
         if not self._empty_thoughts:
@@ -129,7 +145,8 @@ class Template:
         if unended:
             learned = [*learned[:-1], (start, len(text))]
         spans = [(*span, weight) for span, weight in zip(learned, weights, strict=True)]
-        return Rendered(text, spans, missing, unended, thoughts)
+        spans = self._by_parts(spans, text, messages, tools, turns)
+        return Rendered(text, spans, missing, weights[-1] if unended else 0.0, thoughts)
 
     # --- rendering
 
@@ -162,7 +179,7 @@ class Template:
         messages = [*map(self._as_read, messages)]
         compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
         try:
-            if compiled and not marks and not any(key in message for message in messages for key in _TEXTS[1:]):
+            if compiled and not marks and not any(key in message for message in messages for key in REASONING):
                 # As render_jinja_template, for messages without reasoning, but without copying everything: half the time.
                 template = compiled(self._texts[bool(tools)])
                 variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -177,6 +194,8 @@ class Template:
                     **self._variables,
                 )
         except Exception as error:  # a template's expressions may raise anything
+            if UNPINNED in str(error):
+                raise unpinned() from error
             raise ChatError(
                 f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
                 "conversation, or use another template (--chat-template FILE)"
@@ -281,6 +300,60 @@ class Template:
         none = 0 if self._stop == "" else None
         return min((after.index(end) + len(end) for end in self._ends if end in after), default=none)
 
+    # --- parts
+
+    def _by_parts(
+        self,
+        spans: list[tuple[int, int, float]],
+        whole: str,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        turns: Sequence[int],
+    ) -> list[tuple[int, int, float]]:
+        """Returns the spans, cut where parts of the turns' texts have weights of their own; spans of weight 0 are left out."""
+        for turn in turns:
+            if weighted_texts(messages[turn]):
+                spans = cut(spans, self._parts(whole, messages, tools, turn))
+        return spans
+
+    def _parts(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> Spans:
+        """Returns the spans of the parts of a turn's texts that have a weight of their own, in order.
+
+        A rendering with a private-use character of its own at both ends of each part shows them, if it is the same but for
+        these. White space that the template keeps belongs to its part. Raises ChatError if it does not show them.
+        """
+        unclear = ChatError(
+            f"message {turn} has parts with a loss of their own, but the chat template does not show where each begins and "
+            "ends: write the parts as messages of their own, or use another template (--chat-template FILE or chatml)"
+        )
+        if _MARK.search(whole):
+            raise unclear
+        texts = weighted_texts(messages[turn])
+        parts = [
+            (part["text"], weight) for text in texts.values() for part, weight in zip(text.parts, text.weights, strict=True)
+        ]
+        if len(parts) > _MARKS:
+            raise unclear
+        numbers = iter(range(len(parts)))
+        marked = {key: _marked_parts(text, numbers) for key, text in texts.items()}
+        copies = [*messages[:turn], {**messages[turn], **marked}, *messages[turn + 1 :]]
+        rendered = self._text(copies, tools)
+        pieces = _MARK.split(rendered)
+        if "".join(pieces) != whole:
+            raise unclear
+        owners = [ord(mark) - _FIRST for mark in _MARK.findall(rendered)]
+        places = list(accumulate(map(len, pieces)))
+        found = []
+        for number, (text, weight) in enumerate(parts):
+            own = [place for place, owner in zip(places, owners, strict=False) if owner == number]
+            if not own:
+                continue  # the template leaves it out
+            if len(own) != (2 if text.strip() else 1):
+                raise unclear
+            if weight != 1:
+                found.append((*_with_space(whole, text, own[0], own[-1]), weight))
+        return sorted(found)
+
     @property
     def ends_no_turn(self) -> bool:
         """Whether no text of the template ends every turn: only the last one ends, or none."""
@@ -344,11 +417,45 @@ class Template:
         return len(prompt), len(text) if ends else len(full)
 
 
+def _environment() -> Any:
+    """Returns the environment of Jinja in which transformers renders."""
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    return compiled("").environment if compiled else jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+
+
 def _after_thought(text: str, start: int, stop: int, message: Message) -> int:
     """Returns where a turn begins after an empty thought that is not the message's own."""
     block = _EMPTY_THOUGHT.match(text, start, stop)
     own = _EMPTY_THOUGHT.match(message.get("content", ""))
     return block.end() if block and not own else start
+
+
+def _with_space(whole: str, text: str, start: int, stop: int) -> tuple[int, int]:
+    """Returns the span of a part, from its first to its last visible character, with the part's white space around it."""
+    head = text[: len(text) - len(text.lstrip())] if text.strip() else ""
+    tail = text[len(text.rstrip()) :] if text.strip() else text
+    while head and not whole.endswith(head, 0, start):
+        head = head[1:]
+    while tail and not whole.startswith(tail, stop):
+        tail = tail[:-1]
+    return start - len(head), stop + len(tail)
+
+
+def _marked_parts(text: Parts, numbers: Iterator[int]) -> Parts:
+    """Returns a text with a private-use character of its own, the next of the numbers, at both ends of each part."""
+    return Parts.of([{**part, "text": _wrapped(part["text"], chr(_FIRST + next(numbers)))} for part in text.parts])
+
+
+def _wrapped(value: str, mark: str) -> str:
+    """Returns a text with a mark before its first and after its last visible character; one mark if it has none."""
+    text = value.strip()
+    if not text:
+        return mark + value
+    head = len(value) - len(value.lstrip())
+    return f"{value[:head]}{mark}{text}{mark}{value[head + len(text) :]}"
 
 
 def _marked(message: Message, number: int, empty: bool = True) -> Message:
@@ -362,15 +469,13 @@ def _marked(message: Message, number: int, empty: bool = True) -> Message:
         if isinstance(value, Parts):
             return Parts.of([{**part, "text": wrap(part["text"])} for part in value.parts])
         if isinstance(value, str):
-            text = value.strip()
-            head = len(value) - len(value.lstrip()) if text else 0
-            return f"{value[:head]}{mark}{text}{mark}{value[head + len(text) :]}" if text else mark + value
+            return _wrapped(value, mark)
         if isinstance(value, dict):
             return {key: wrap(part) for key, part in value.items()}
         return [wrap(part) for part in value] if isinstance(value, list) else value
 
     always = "content" if empty or "tool_calls" not in message else None
-    copy = {**message, **{key: wrap(message[key]) for key in _TEXTS if key in message and (message[key] or key == always)}}
+    copy = {**message, **{key: wrap(message[key]) for key in TEXTS if key in message and (message[key] or key == always)}}
     if "tool_calls" in message:
         copy["tool_calls"] = [
             {**call, "function": {key: wrap(part) for key, part in call["function"].items()}} for call in message["tool_calls"]

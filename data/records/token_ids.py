@@ -27,12 +27,8 @@ def token_ids(record: dict[str, Any]) -> tuple[Ids, TokenWeights | None, set[str
     `labels` are the ids themselves where there is a loss, not shifted, and -100 elsewhere; a mask has 1 for each token with a
     loss, or its weight. Raises FormatError for padding, and for several documents in one record.
     """
-    tokens = _numbers(record, "input_ids")
-    each = {
-        key: _numbers(record, key, len(tokens), "iubf" if key in WEIGHTS else "iub")
-        for key in IDS_KEYS[1:-1]
-        if record.get(key) is not None
-    }
+    tokens = _numbers(record, "input_ids", kinds="iu")
+    each = {key: _numbers(record, key, len(tokens), _kinds(key)) for key in IDS_KEYS[1:-1] if record.get(key) is not None}
     says = [key for key in ("labels", *MASKS) if key in each]
     if len(says) > 1:
         raise FormatError(f"`{says[0]}` and `{says[1]}` both say which tokens have a loss: remove one of the two")
@@ -59,6 +55,13 @@ def token_ids(record: dict[str, Any]) -> tuple[Ids, TokenWeights | None, set[str
         rule = "a weight of 0 or more, which float32 can hold" if key in WEIGHTS else "1 for a loss, or 0"
         raise FormatError(f"`{key}` is {values[place]} at position {place}: it must be {rule}")
     return tokens, token_weights(values), {"input_ids", key}
+
+
+def _kinds(key: str) -> str:
+    """Returns the kinds of numbers, by numpy's letters, that a list of this key may have: true and false are no labels."""
+    if key in WEIGHTS:
+        return "iubf"
+    return "iu" if key == "labels" else "iub"
 
 
 def _numbers(record: dict[str, Any], key: str, length: int | None = None, kinds: str = "iub") -> npt.NDArray[Any]:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, t
 from tokenizers import Tokenizer as TokenizerJson
 
 from longctx.errors import UserError
+from longctx.pointers import complaint
 
 TokenArray = npt.NDArray[np.integer[Any]]
 TokenWeights = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
@@ -112,6 +114,8 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path, end_of_document: str | None = None) -> "Tokenizer":
         """Reads a tokenizer.json. Raises TokenizerError naming the path."""
+        if said := complaint([path]):
+            raise TokenizerError(said)
         try:
             return cls(path.read_text("utf-8"), end_of_document)
         except OSError as error:
@@ -170,24 +174,25 @@ class Tokenizer:
         self._require_kept(text)
         return np.array(_encoding(self._inner if special else self._literal, text).ids, self.dtype)
 
-    def encode_spans(self, text: str, spans: Spans) -> tuple[TokenArray, TokenWeights, int]:
-        """Encodes a text in which special tokens are meant as such, and finds the tokens of its spans by their characters.
+    def encode_spans(self, text: str, spans: Spans, *, special: bool = True) -> tuple[TokenArray, TokenWeights, int]:
+        """Encodes a text, with special tokens as `encode` has them, and finds the tokens of its spans by their characters.
 
-        Returns token ids, weights of the tokens that contain a character of a span (0 of others), and the number of these that
-        also contain characters outside.
+        Returns token ids, weights of the tokens that contain a character of a span (of two spans, that of the later one; 0 of
+        others), and the number of these that also contain characters outside. A span of weight 0 is none.
         """
         self._require_kept(text)
-        encoding = _encoding(self._inner, text, offsets=True)
+        encoding = _encoding(self._inner if special else self._literal, text, offsets=True)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         trained = np.zeros(len(starts), np.float32)
-        straddling = 0
-        for start, stop, weight in spans:
+        straddling: set[int] = set()
+        for start, stop, weight in filter(itemgetter(2), spans):
             first = int(np.searchsorted(stops, start, side="right"))
             end = int(np.searchsorted(starts, stop, side="left"))
             if first < end:
                 trained[first:end] = weight
-                straddling += int(starts[first] < start) + int(stops[end - 1] > stop)
-        return np.array(encoding.ids, self.dtype), token_weights(trained), straddling
+                straddling |= {first} if starts[first] < start else set()
+                straddling |= {end - 1} if stops[end - 1] > stop else set()
+        return np.array(encoding.ids, self.dtype), token_weights(trained), len(straddling)
 
     def _require_kept(self, text: str) -> None:
         """Raises TokenizerError for a text with bytes that the tokenizer drops."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.data import TRUNCATED
-from longctx.data.records.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
+from longctx.data.records.chat import TOOLS_WAY_OUT, ChatError, ChatML, Parts, trained_turns
 from longctx.data.records.formats import PAIRS, Document
 from longctx.data.records.left_out import EMPTY, left_out
 from longctx.data.records.messages import leaves
@@ -72,7 +72,7 @@ class Encoder:
             prompt = self._begin_text + prompt
             spans = None if self.request.train_on == "all" else [(len(prompt), len(prompt + answer), 1.0)]
             missing = ["rendering of prompts that are rendered already", *[EMPTY] * (not answer.strip())]
-            return Rendered(prompt + answer, spans, missing, unended=True)
+            return Rendered(prompt + answer, spans, missing, end=1.0)
         if self.request.template is None:
             return None
         try:
@@ -130,9 +130,9 @@ class Encoder:
             )
         spans = rendered.spans or ()
         tokens, trained, straddling = self.tokenizer.encode_spans(rendered.text, spans)
-        if rendered.unended and len(end := self._ending(tokens)):
+        if rendered.end and len(end := self._ending(tokens)):
             tokens = np.append(tokens, end)
-            trained = token_weights(np.append(trained, spans[-1][2] if spans else 1.0))
+            trained = token_weights(np.append(trained, rendered.end))
         targets = None if rendered.spans is None else trained
         return EncodedDocument(document, tokens, targets, spelled, straddling, rendered.left_out, rendered.thoughts)
 
@@ -162,15 +162,21 @@ class Encoder:
 
     def _in_chatml(self, document: Document) -> EncodedDocument:
         contents = [self._encoded(text) for text in document.texts]
+        parted = {index: text for index, text in enumerate(document.texts) if isinstance(text, Parts) and text.weighted}
+        within, straddling = {}, 0
+        for index, text in parted.items():
+            _, within[index], more = self.tokenizer.encode_spans(text, text.spans, special=not self.request.special_as_text)
+            straddling += more
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
             weights = document.message_weights
             turns = trained_turns(document.messages, document.first_trained, self.request.train_on, weights)
-            tokens, mask = self._chatml.join(document.messages, [tokens for tokens, _ in contents], turns, weights)
+            tokens, mask = self._chatml.join(document.messages, [tokens for tokens, _ in contents], turns, weights, within)
             missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.request.train_on == "all" else np.append(mask, mask[-1])
         spelled = sum(count for _, count in contents)
-        return EncodedDocument(document, np.concatenate([tokens, self._end]), trained, spelled, left_out=missing)
+        tokens = np.concatenate([tokens, self._end])
+        return EncodedDocument(document, tokens, trained, spelled, straddling, left_out=missing)

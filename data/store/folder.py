@@ -14,7 +14,7 @@ from longctx.errors import UserError
 from longctx.own_files import MOVE_AWAY, others, replace
 
 REQUEST = "request"
-LAYOUT = 5  # version of the files in an unfinished store; other versions cannot be resumed
+LAYOUT = 6  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
 NAMES = (TOKENIZER, "data-*.arrow", "dataset_info.json", "state.json", f"{TOKENIZER_FILES}/*", *NOTES)
 """Names of the files of a store, besides its manifest, while it is made."""

@@ -11,6 +11,7 @@ from longctx.checksums import check_files, persistent, sealed, unsealed
 from longctx.data.records.corpus import SourceCounts
 from longctx.data.records.formats import WITHOUT_TEMPLATE
 from longctx.errors import UserError, shell
+from longctx.pointers import complaint
 
 FORMAT = "longctx-store"
 VERSION = 1
@@ -147,6 +148,8 @@ class Manifest(SourceCounts, Counts):
         path = folder / MANIFEST
         if not folder.is_dir():
             raise StoreError(f"there is no store at {folder}: make one with {how_to_prepare(folder)}")
+        if said := complaint(sorted(folder.iterdir())):
+            raise StoreError(f"store {folder}: {said}")
         if not path.is_file():
             raise StoreError(
                 f"{folder} is not a store: it has no {MANIFEST}; give the folder of a store, or make one elsewhere"

@@ -12,6 +12,7 @@ from longctx.arguments import Rule, a_path, anything, check_arguments, flag, kin
 from longctx.data import TRUNCATED
 from longctx.data.records.chat import TRAIN_ON, ChatError, ChatML
 from longctx.data.records.corpus import Corpus
+from longctx.data.records.fixed import ASKS_THE_DAY, TemplateError, check_tokenizer, parsed_date
 from longctx.data.records.pretrained import Pretrained
 from longctx.data.records.template import Template, marks_generation
 from longctx.data.records.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
@@ -49,6 +50,7 @@ class StoreRequest:
         max_length: maximum tokens of a conversation, or of token ids with a mask; texts, which training splits, are kept.
         long_documents: what happens to longer ones: `error`, `drop`, `truncate_left` (keeps the end) or `truncate_right`.
         empty_thoughts: train on an empty <think> block that the template writes before an answer.
+        date: day of the conversations, YEAR-MONTH-DAY, for templates that ask for the day; None: these are refused.
         special_as_text: special tokens in texts and messages are characters; a template's conversations with some are refused.
     """
 
@@ -63,6 +65,7 @@ class StoreRequest:
     long_documents: str = "error"
     empty_thoughts: bool = False
     special_as_text: bool = False
+    date: str | None = None
 
     def __post_init__(self) -> None:
         check_arguments(ChatError, RULES, vars(self))
@@ -74,6 +77,10 @@ class StoreRequest:
             raise ChatError(f"max_length is {self.max_length}: it must be at least 2, as the first token is never a target")
         if self.long_documents not in TREATMENTS:
             raise ChatError(f"long_documents is {self.long_documents!r}: it must be one of {', '.join(TREATMENTS)}")
+        if self.date is not None:
+            parsed_date(self.date)
+            if not any(ASKS_THE_DAY in text for text in (self.templates or {}).values()):
+                raise TemplateError(f"the date is {self.date}, but the chat template asks for no day: omit it (--date)")
 
     @cached_property
     def pretrained(self) -> Pretrained | None:
@@ -84,11 +91,12 @@ class StoreRequest:
     @cached_property
     def given(self) -> Tokenizer | None:
         """Tokenizer; None: one is trained."""
-        if self.pretrained is not None:
-            return self.pretrained.tokenizer
         if self.tokenizer in ("bpe", "bytes"):
             return Tokenizer.bytes() if self.tokenizer == "bytes" else None
-        return Tokenizer.load(Path(self.tokenizer), self.end_of_document)
+        known = self.pretrained
+        given = Tokenizer.load(Path(self.tokenizer), self.end_of_document) if known is None else known.tokenizer
+        check_tokenizer(given)
+        return given
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -108,13 +116,16 @@ class StoreRequest:
         known = self.pretrained
         if known is None or self.templates is None:
             return None
-        return Template(self.templates, known.variables, known.tokenizer, known.ends, self.train_on, self.empty_thoughts)
+        options = self.train_on, self.empty_thoughts, self.date
+        return Template(self.templates, known.variables, known.tokenizer, known.ends, *options)
 
     @cached_property
     def _content(self) -> dict[str, Any]:
         """What the tokens depend on, besides the tokenizer."""
         names = ("train_on", "max_length", "long_documents", "empty_thoughts", "special_as_text")
         content = {"source": self.corpus.fingerprint(), **{name: getattr(self, name) for name in names}}
+        if self.date is not None:
+            content["date"] = self.date
         if self.pretrained is not None:
             files = [(self.pretrained.folder / file).read_bytes() for file in self.pretrained.files]
             content["begin"] = self.pretrained.begin.tolist()
@@ -140,6 +151,8 @@ class StoreRequest:
                 return f"ChatML{reason}"
             return f"ChatML{reason}; transformers encodes its markers differently with this tokenizer"
         name = f"from {self.tokenizer}" if self.chat_template == "auto" else self.chat_template
+        if self.date is not None:
+            name += f", on {self.date}"
         if self.train_on == "all":
             return name
         marked = all(map(marks_generation, self.templates.values()))

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from longctx.data.store.manifest import Manifest
     from longctx.data.store.prepare import Prepared
 
-ASKED = ("tokenizer", "end_of_document", "chat_template", "train_on", "max_length", "long_documents", "workers", "overwrite")
+ASKED = (
+    *("tokenizer", "end_of_document", "chat_template", "date"),
+    *("train_on", "max_length", "long_documents", "workers", "overwrite"),
+)
 """Options that `prepare` takes by the same names."""
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
@@ -71,6 +74,11 @@ def _add_token_arguments(parser: argparse._ArgumentGroup) -> None:
         metavar="auto|chatml|FILE",
         help="chat template of conversations; auto: the checkpoint's, or ChatML if it has none; chatml; or a Jinja file, for "
         "the tokenizer of a checkpoint",
+    )
+    parser.add_argument(
+        "--date",
+        metavar="YYYY-MM-DD",
+        help="day of the conversations, for a chat template that asks for the day (default: such a template is refused)",
     )
     parser.add_argument(
         "--template-set",
@@ -216,7 +224,7 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.empty_thoughts:
         yield f"  no loss    on the empty <think> block that the template writes before {manifest.empty_thoughts:,} answers"
     if manifest.straddling_tokens:
-        yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn"
+        yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn or part"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
         yield f"  weights    {manifest.lightest:g} to {manifest.heaviest:g}"
     if manifest.weighted_documents:

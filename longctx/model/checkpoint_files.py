@@ -16,6 +16,7 @@ from longctx import tokenizer_files
 from longctx.errors import UserError, brief, first_line, install, shell
 from longctx.own_files import LIST
 from longctx.paths import expanded
+from longctx.pointers import complaint
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -72,6 +73,8 @@ class CheckpointFiles:
         source = expanded(source)
         check_name(source)
         folder = _folder(source)
+        if said := complaint(sorted(folder.iterdir())):
+            raise PretrainedError(f"{source}: {said}")
         if (folder / DESCRIBED).is_file():
             return cls(folder, dict.fromkeys(json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"))
         return cls(folder, _index(folder))
