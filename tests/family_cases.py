@@ -132,6 +132,14 @@ def small_settings(config_class: Any) -> dict[str, Any]:
     return settings
 
 
+def kinds_of_layers(config_class: Any) -> dict[str, Any]:
+    """Returns settings of a layer of each kind of a config's default; none if it has one kind."""
+    if "layer_types" not in config_class.__dataclass_fields__:
+        return {}
+    kinds = list(dict.fromkeys(config_class().layer_types or ()))
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)} if len(kinds) > 1 else {}
+
+
 def make_config(kind: str) -> Any:
     """Returns the config of a tiny model with every kind of layer of the type's default."""
     config_class = CONFIG_MAPPING[kind]
@@ -139,10 +147,8 @@ def make_config(kind: str) -> Any:
     for name, inside in config_class.sub_configs.items():
         inside = type(getattr(config_class(), name)) if inside is AutoConfig else inside
         if hasattr(inside, "__dataclass_fields__"):
-            settings[name] = small_settings(inside)
-    fields = config_class.__dataclass_fields__
-    if "layer_types" in fields and len(kinds := dict.fromkeys(config_class().layer_types or ())) > 1:
-        settings["layer_types"] = list(kinds)[:2]
+            settings[name] = {**small_settings(inside), **kinds_of_layers(inside)}
+    settings |= kinds_of_layers(config_class)
     for name, value in SPECIAL.get(kind, {}).items():
         settings[name] = {**settings.get(name, {}), **value} if name.endswith("_config") else value
     return config_class(**settings)

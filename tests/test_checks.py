@@ -58,9 +58,7 @@ def test_pairs_are_refused_in_words(
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_each_alone_is_refused_in_words(
-    capsys: pytest.CaptureFixture[str], weighted: Path, tmp_path: Path, name: str
-) -> None:
+def test_each_alone_is_refused_in_words(capsys: pytest.CaptureFixture[str], weighted: Path, tmp_path: Path, name: str) -> None:
     assert BROKEN[name][1] in said(capsys, ["train"], weighted, tmp_path / "run", (name,))
 
 

@@ -111,7 +111,7 @@ def torch_alone(
 
 
 def padded(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns a matrix with zeros behind its rows, which then are whole blocks of torchao; vectors and small ones as they are."""
+    """Returns a matrix with zeros behind its rows, which then are whole blocks of torchao; others as they are."""
     return F.pad(matrix, (0, -matrix.shape[-1] % BLOCK)) if in_8_bits(matrix.shape) else matrix
 
 
@@ -256,9 +256,7 @@ def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(workers: Workers, sto
     assert [m.loss for m in again] == pytest.approx([m.loss for m in whole[1:]], rel=1e-5)
     for keys in workers.run(keys_of_moments, 3, 2, 2048):
         assert keys == ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale", "step"]
-    with pytest.raises(
-        AssertionError, match=r"a rank has 1025 of 2049 columns of a parameter, no multiple of 256"
-    ):
+    with pytest.raises(AssertionError, match=r"a rank has 1025 of 2049 columns of a parameter, no multiple of 256"):
         workers.run(keys_of_moments, 2, 2, 2049, 1)
 
 
