@@ -76,9 +76,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "mistral4": {"num_key_value_heads": 4},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
