@@ -58,6 +58,13 @@ LATENT += ("kimi_linear", "minicpm3", "youtu")
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"num_key_value_heads": 4} for kind in LATENT},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), _HEADS),
@@ -82,13 +89,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "mistral4": {"num_key_value_heads": 4},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "dots3_note": {"text_config": {"num_key_value_heads": 4}},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 1},

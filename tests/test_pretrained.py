@@ -259,6 +259,11 @@ def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
     assert "from step 2;" in capsys.readouterr().out and checkpoint.steps(run)[-1] == 3
 
 
+def read_all(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        model.initial_value(name, parameter, 0)
+
+
 @pytest.mark.parametrize("way", ["transformers", "native", "adapters"])
 @pytest.mark.parametrize(
     ("value", "dtype"), [(torch.nan, torch.bfloat16), (torch.inf, torch.float32), (-torch.inf, torch.float16)]
@@ -277,8 +282,7 @@ def test_nan_and_infinity_of_a_checkpoint_are_told_when_it_is_read(
     built = source.build()
     told = r"layers.1.mlp.up_proj.weight has 1 of 1,536 numbers that are NaN or infinite \(the first at \[3, 5\]\)"
     with pytest.raises(PretrainedError, match=told):
-        for name, parameter in built.named_parameters():
-            built.initial_value(name, parameter, 0)
+        read_all(built)
 
 
 def test_8_bit_numbers_of_a_checkpoint_are_looked_at_too() -> None:
