@@ -51,14 +51,14 @@ class EightBit(torch.optim.Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._update(parameter, group)
+                        self._update(parameter, local_part(parameter.grad), group)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state.update(_zeros(parameter))
         state["step"] += 1
-        weight, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+        weight = local_part(parameter.detach())
         if not weight.numel():  # this rank has no rows
             return
         moments = [_moment(state, name, signed) for name, signed in MOMENTS.items()]
