@@ -72,7 +72,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
-    "dory": {"initializer_range": 0.2},  # its scales are divided by it
+    "dory": {
+        "initializer_range": 0.2,  # scales are divided by it
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "n_input_layers": 1,
+        "n_output_layers": 1,  # the two between run twice
+    },
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "gemma3n_text": {
         "num_hidden_layers": 4,
