@@ -121,8 +121,9 @@ def blocks_outside(hf: Any) -> list[nn.Module]:
     parts = [] if found is None else [part for part in hf.base_model.children() if part is not found[1]]
     blocks = list[nn.Module]()
     for part in parts:
-        lists = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
-        blocks += max(lists, key=len, default=[])
+        lists: list[list[nn.Module]] = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
+        longest: list[nn.Module] = max(lists, key=len, default=[])
+        blocks += longest
     return blocks
 
 
