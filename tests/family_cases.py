@@ -58,6 +58,13 @@ LATENT += ("kimi_linear", "minicpm3", "youtu")
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"num_key_value_heads": 4} for kind in LATENT},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), _HEADS),
@@ -65,6 +72,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "dory": {
+        "initializer_range": 0.2,  # scales are divided by it
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "n_input_layers": 1,
+        "n_output_layers": 1,  # the two between run twice
+    },
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -76,17 +90,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "mistral4": {"num_key_value_heads": 4},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "dots3_note": {"text_config": {"num_key_value_heads": 4}},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 1},
@@ -132,6 +143,14 @@ def small_settings(config_class: Any) -> dict[str, Any]:
     return settings
 
 
+def kinds_of_layers(config_class: Any) -> dict[str, Any]:
+    """Returns settings of a layer of each kind of a config's default; none if it has one kind."""
+    if "layer_types" not in config_class.__dataclass_fields__:
+        return {}
+    kinds = list(dict.fromkeys(config_class().layer_types or ()))
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)} if len(kinds) > 1 else {}
+
+
 def make_config(kind: str) -> Any:
     """Returns the config of a tiny model with every kind of layer of the type's default."""
     config_class = CONFIG_MAPPING[kind]
@@ -139,10 +158,8 @@ def make_config(kind: str) -> Any:
     for name, inside in config_class.sub_configs.items():
         inside = type(getattr(config_class(), name)) if inside is AutoConfig else inside
         if hasattr(inside, "__dataclass_fields__"):
-            settings[name] = small_settings(inside)
-    fields = config_class.__dataclass_fields__
-    if "layer_types" in fields and len(kinds := dict.fromkeys(config_class().layer_types or ())) > 1:
-        settings["layer_types"] = list(kinds)[:2]
+            settings[name] = {**small_settings(inside), **kinds_of_layers(inside)}
+    settings |= kinds_of_layers(config_class)
     for name, value in SPECIAL.get(kind, {}).items():
         settings[name] = {**settings.get(name, {}), **value} if name.endswith("_config") else value
     return config_class(**settings)

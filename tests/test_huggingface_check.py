@@ -1,5 +1,6 @@
 """`prepare` and `model_inputs` refuse everything that would make results depend on how documents are packed and split."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,36 @@ def prepare_sharded() -> str:
     shard(model)
     prepare(model)
     return str(model(**one_document(model)).loss.isfinite().item())
+
+
+def prepare_damaged(name: str, value: float, row: int = 0, *, sharded: bool = False, dtype: torch.dtype = torch.float32) -> str:
+    """Returns what `prepare` says of a model with such a number in a row of a parameter."""
+    model = build_model("llama", "sdpa").to(dtype)
+    with torch.no_grad():
+        model.get_parameter(name)[row] = value
+    if sharded:
+        shard(model)
+    with pytest.raises(HuggingFaceError) as refused:
+        prepare(model)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_nan_or_infinity_is_refused_by_its_parameter(name: str, value: float, dtype: torch.dtype) -> None:
+    """Also in the row of an entry that no token of the check has."""
+    assert f"LlamaForCausalLM has NaN or infinity: {name} has " in prepare_damaged(name, value, -1, dtype=dtype)
+
+
+def test_a_sharded_model_with_nan_is_refused_on_all_ranks(workers: Workers) -> None:
+    said = workers.run(partial(prepare_damaged, "model.embed_tokens.weight", torch.nan, 0, sharded=True), 2)
+    assert "model.embed_tokens.weight has 32 of" in said[0] and "model.embed_tokens.weight has some on another rank" in said[1]
+
+
+def test_numbers_that_are_too_large_to_compute_with_are_told() -> None:
+    said = prepare_damaged("model.layers.0.mlp.down_proj.weight", 3e38)
+    assert "computes NaN or infinity for ordinary tokens" in said and "mixes tokens" not in said
 
 
 def test_a_sharded_model_can_be_prepared(workers: Workers) -> None:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional as F
 from torchao.optim import AdamW8bit
 
 from longctx.config import ConfigError, load
+from longctx.config.rules import broken_rules
 from longctx.config.settings import OptimizerSection
 from longctx.errors import UserError
 from longctx.memory.loads import Load
@@ -21,10 +23,12 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts import Experts
 from longctx.model.presets import PRESETS
 from longctx.model.protocol import generator_of
+from longctx.planning.cost.eight_bit import BLOCK, cuts_blocks, in_8_bits
 from longctx.training.agreement import require_same_copies
 from longctx.training.checks import changes_of_optimizer, check_groups
 from longctx.training.optimizer import OPTIMIZERS, learning_rate, matrices_of, set_learning_rate
-from longctx.training.optimizers.eight_bit import EightBit, plain
+from longctx.training.optimizers import eight_bit
+from longctx.training.optimizers.eight_bit import EightBit
 from longctx.training.optimizers.muon import work_of_rank
 from longctx.training.run_profile import run_profile
 from tests.marks import slow_unless
@@ -68,6 +72,8 @@ def torch_alone(
     before: dict[str, torch.Tensor], counts: dict[str, int], section: OptimizerSection, steps: int
 ) -> dict[str, torch.Tensor]:
     """Returns the weights that torch's own optimizers make on one process; `counts` are numbers of stacked experts."""
+    eight_bit, shapes = section.name == "adamw-8bit", {name: weight.shape for name, weight in before.items()}
+    before = {name: padded(weight) if eight_bit else weight for name, weight in before.items()}
     parts = {
         name: [nn.Parameter(part.clone()) for part in weight.chunk(counts.get(name, 1))] for name, weight in before.items()
     }
@@ -82,7 +88,7 @@ def torch_alone(
             matrices += parameters
         else:
             adamw.append({"params": parameters, "weight_decay": section.weight_decay if parameters[0].dim() > 1 else 0.0})
-    kind = AdamW8bit if section.name == "adamw-8bit" else torch.optim.AdamW
+    kind = AdamW8bit if eight_bit else torch.optim.AdamW
     optimizers: list[torch.optim.Optimizer] = [kind(adamw, betas=section.betas, eps=section.eps)]
     if matrices:
         decay = section.weight_decay
@@ -90,9 +96,9 @@ def torch_alone(
         optimizers.append(muon)
     for step, rate in enumerate(RATES[:steps]):
         for name, parameters in parts.items():
-            for parameter, part in zip(
-                parameters, gradient(name, step, before[name].shape).chunk(len(parameters)), strict=True
-            ):
+            made = gradient(name, step, shapes[name])
+            parts_of_it = (padded(made) if eight_bit else made).chunk(len(parameters))
+            for parameter, part in zip(parameters, parts_of_it, strict=True):
                 parameter.grad = part.clone()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -100,7 +106,13 @@ def torch_alone(
                 group["lr"] = torch.tensor(own) if isinstance(group["lr"], torch.Tensor) else own
             with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
-    return {name: torch.cat([part.detach() for part in parameters]) for name, parameters in parts.items()}
+    after = {name: torch.cat([part.detach() for part in parameters]) for name, parameters in parts.items()}
+    return {name: weight[..., : shapes[name][-1]] for name, weight in after.items()}
+
+
+def padded(matrix: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix with zeros behind its rows, which then are whole blocks of torchao; others as they are."""
+    return F.pad(matrix, (0, -matrix.shape[-1] % BLOCK)) if in_8_bits(matrix.shape) else matrix
 
 
 def bytes_of_state(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:
@@ -110,18 +122,26 @@ def bytes_of_state(store: Path, run: Path, settings: list[str]) -> tuple[int, in
         trainer.step()
     values = [value for state in trainer.optimizer.state.values() for value in state.values() if value.dim()]
     spec = trainer.model.spec
-    expected = OPTIMIZERS[trainer.config.optimizer.name].state_bytes(spec.trained_parameters, spec.trained_matrices)
+    kind = OPTIMIZERS[trainer.config.optimizer.name]
+    expected = kind.state_bytes(spec.trained_parameters, spec.trained_matrices, spec.trained_sizes)
     return sum(value.numel() * value.element_size() for value in values), expected
 
 
-def keys_of_moments(rows: int, columns: int) -> list[str]:
-    """Returns what this rank would save of a parameter of this size, sharded by rows over all ranks, after a step."""
+def keys_of_moments(rows: int, columns: int, cut: int = 0) -> list[str]:
+    """Returns what this rank would save of a parameter of this size, sharded over all ranks, after a step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight = nn.Parameter(distribute_tensor(torch.randn(rows, columns), mesh, [Shard(0)]))
-    weight.grad = distribute_tensor(torch.randn(rows, columns), mesh, [Shard(0)])
+    weight = nn.Parameter(distribute_tensor(torch.randn(rows, columns), mesh, [Shard(cut)]))
+    weight.grad = distribute_tensor(torch.randn(rows, columns), mesh, [Shard(cut)])
     optimizer = EightBit([weight], lr=0.1)
     optimizer.step()
-    return sorted(plain({name: value for name, value in optimizer.state[weight].items() if name != "step"}))
+    return sorted(optimizer.state[weight])
+
+
+def resumed_in_8_bits(store: Path, run: Path) -> None:
+    """Resumes a run with moments in float32 with moments in 8 bits."""
+    settings = [*WIDE, "model.num_hidden_layers=2", "batch.tokens_per_rank=1500"]
+    train_then_save(store, run, settings, 1)
+    train(store, run, [*settings, "optimizer.name=adamw-8bit"], 1, resume=True)
 
 
 # --- tests
@@ -144,6 +164,8 @@ WIDE = ["model.hidden_size=512", "model.intermediate_size=512", "model.head_dim=
 WIDE += ["batch.global_tokens=1500"]
 EIGHT_BIT = ["optimizer.name=adamw-8bit", *WIDE, "model.num_hidden_layers=2"]
 """Rows of whole blocks, also on two tensor ranks."""
+RAGGED = [*EIGHT_BIT, "model.hidden_size=264", "model.intermediate_size=300", "model.head_dim=20", "model.num_experts=0"]
+"""Rows of 264, 300 and 80 numbers: none of whole blocks, and no shard of three ranks."""
 
 
 @pytest.mark.parametrize("split", slow_unless(lambda split: split in QUICK, SPLITS))
@@ -160,6 +182,70 @@ def test_8_bit_weights_are_those_of_torchao_alone(workers: Workers, store: Path,
     assert max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *EIGHT_BIT, *wide], 2)) < 1e-6
 
 
+@pytest.mark.parametrize("split", slow_unless(lambda split: split == "3 ranks", ["1 rank", "3 ranks", "replicas", "pipeline"]))
+def test_8_bit_moments_of_rows_that_are_no_whole_blocks(workers: Workers, store: Path, tmp_path: Path, split: str) -> None:
+    ranks, settings = SPLITS[split]
+    assert max(workers.run(largest_error, ranks, store, tmp_path, [*settings, *RAGGED], 2)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(64, 320), (40, 576), (300, 16), (3, 40, 100), (4097,), (4096, 1)], ids=str)
+def test_8_bit_updates_are_the_same_when_compiled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """As on GPUs: torch 2.13 compiles scales that are repeated and cut to wrong values."""
+    weights = []
+    for update in (eight_bit._adamw, torch.compile(eight_bit._adamw, fullgraph=True, dynamic=False)):
+        monkeypatch.setattr(eight_bit, "_adamw", update)
+        weight = nn.Parameter(torch.ones(shape))
+        optimizer = EightBit([weight], lr=0.01)
+        for step in range(3):
+            weight.grad = gradient("weight", step, weight.shape)
+            optimizer.step()
+        weights.append(weight.detach())
+    assert torch.allclose(*weights, atol=1e-5)
+
+
+def test_8_bit_moments_of_an_earlier_version_are_no_damage(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """It had moments of such matrices in float32."""
+    with pytest.raises(AssertionError, match=r"CheckpointError: .* with another number of bits, as of an earlier version"):
+        workers.run(resumed_in_8_bits, 1, store, tmp_path)
+
+
+@pytest.mark.parametrize("hidden", [576, 896, 2880])
+def test_8_bit_state_is_as_large_as_memory_says(hidden: int) -> None:
+    """Of the columns of SmolLM2, Qwen 2.5 and gpt-oss; with vectors, which stay in float32."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 600, "num_hidden_layers": 1, "vocab_size": 500}
+    shape = PRESETS["tiny"].model_copy(update={**sizes, "head_dim": 64, "qkv_bias": True})
+    model = Decoder(shape)
+    optimizer = EightBit(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    actual = sum(value.numel() * value.element_size() for value in values)
+    spec = shape.spec
+    assert actual < 2.1 * spec.parameters
+    foretold = OPTIMIZERS["adamw-8bit"].state_bytes(spec.trained_parameters, spec.trained_matrices, spec.trained_sizes)
+    assert foretold == pytest.approx(actual, rel=0.02)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_8_bit_blocks_that_tensor_ranks_would_cut_are_refused_before_anything_starts(preset: str) -> None:
+    """Of every matrix that the plan splits by columns, and no other."""
+    config = load(None, [f"model.preset={preset}", "optimizer.name=adamw-8bit"])
+    shape = PRESETS[preset].model_copy(update={"vocab_size": 512})
+    with torch.device("meta"):
+        model = Decoder(shape.model_copy(update={"num_hidden_layers": shape.first_dense_layers + 1}))
+    split = [end for end, style in model.tensor_plan.items() if style == "rows"]
+    weights = {name: weight for name, weight in model.named_parameters() if name.removesuffix(".weight").endswith(tuple(split))}
+    assert len(weights) > shape.first_dense_layers
+    for ranks in range(1, 9):
+        tried = config.changed({"parallel.tensor_parallel_size": ranks, "batch.tokens_per_rank": 840 * 256})
+        problems = {problem.key: problem for problem in broken_rules(tried, ranks)}
+        cut = any(in_8_bits(weight.shape) and cuts_blocks(weight.shape[-1], ranks) for weight in weights.values())
+        if "parallel.tensor_parallel_size" not in problems:  # else more than KV heads
+            assert cut == ("optimizer.name" in problems), ranks
+
+
 @pytest.mark.slow
 def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(workers: Workers, store: Path, tmp_path: Path) -> None:
     """A checkpoint of two tensor ranks goes on without them; a rank without rows, as of adapters, saves what others do."""
@@ -169,13 +255,12 @@ def test_8_bit_moments_do_not_depend_on_the_part_of_a_rank(workers: Workers, sto
     again = workers.run(train, 1, store, tmp_path / "saved", settings, 2, True)[0]
     assert [m.loss for m in again] == pytest.approx([m.loss for m in whole[1:]], rel=1e-5)
     for keys in workers.run(keys_of_moments, 3, 2, 2048):
-        assert keys == ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"]
-    narrow = [*EIGHT_BIT, "parallel.tensor_parallel_size=2", "model.intermediate_size=256"]
-    with pytest.raises(AssertionError, match="a rank has 128 of 256 columns of a parameter, no multiple of 256"):
-        workers.run(train, 2, store, tmp_path / "narrow", narrow, 1)
+        assert keys == ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale", "step"]
+    with pytest.raises(AssertionError, match=r"a rank has 1025 of 2049 columns of a parameter, no multiple of 256"):
+        workers.run(keys_of_moments, 2, 2, 2049, 1)
 
 
-RESUMED = {"replicas": ["optimizer.name=muon"], "expert and tensor parallel": ["optimizer.name=muon"], "3 ranks": EIGHT_BIT}
+RESUMED = {"replicas": ["optimizer.name=muon"], "expert and tensor parallel": ["optimizer.name=muon"], "3 ranks": RAGGED}
 
 
 @pytest.mark.parametrize("split", slow_unless(lambda split: split == "replicas", RESUMED))

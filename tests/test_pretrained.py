@@ -20,8 +20,9 @@ from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.config import load
 from longctx.hf import attention as hf_attention
-from longctx.hf.source import pretrained
-from longctx.model.checkpoint_files import PretrainedError
+from longctx.hf.lora_options import Lora
+from longctx.hf.source import adapted, pretrained
+from longctx.model.checkpoint_files import PretrainedError, not_finite
 from longctx.model.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
 from longctx.training.saved import checkpoint
@@ -254,3 +255,36 @@ def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
     assert f"longctx export {run} OUT, then --model.from_pretrained OUT" in told
     assert main(["train", *settings, "--train.steps=3", "--resume", f"--model.from_pretrained={out}"]) == 0
     assert "from step 2;" in capsys.readouterr().out and checkpoint.steps(run)[-1] == 3
+
+
+def read_all(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        model.initial_value(name, parameter, 0)
+
+
+@pytest.mark.parametrize("way", ["transformers", "native", "adapters"])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(torch.nan, torch.bfloat16), (torch.inf, torch.float32), (-torch.inf, torch.float16)]
+)
+def test_nan_and_infinity_of_a_checkpoint_are_told_when_it_is_read(
+    tmp_path: Path, way: str, value: float, dtype: torch.dtype
+) -> None:
+    """Before any check of the model's code, which would take them for something else."""
+    model = build_model("llama", "eager").to(dtype)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = value
+    model.save_pretrained(tmp_path)
+    source = (
+        adapted(str(tmp_path), (), Lora(2, 2.0), "float32") if way == "adapters" else pretrained(str(tmp_path), (), way, False)
+    )
+    built = source.build()
+    told = r"layers.1.mlp.up_proj.weight has 1 of 1,536 numbers that are NaN or infinite \(the first at \[3, 5\]\)"
+    with pytest.raises(PretrainedError, match=told):
+        read_all(built)
+
+
+def test_8_bit_numbers_of_a_checkpoint_are_looked_at_too() -> None:
+    numbers = torch.tensor([[1.0, torch.nan], [2.0, 3.0]])
+    assert not_finite(numbers.to(torch.float8_e4m3fn)) == "1 of 4 numbers that are NaN or infinite (the first at [0, 1])"
+    assert not not_finite(torch.tensor([255], dtype=torch.uint8)) and not not_finite(torch.tensor(1.0))
+    assert not_finite(torch.tensor(torch.inf, dtype=torch.float64)).startswith("1 of 1 numbers")

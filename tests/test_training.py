@@ -435,6 +435,10 @@ def test_dry_run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(["train", *arguments, "--gpus", "64", *large]) == 0
     said = capsys.readouterr().out
     assert "dry run on 64 ranks\n" in said and "entries, few for 1.0B parameters: prepare the data by" in said
+    assert "longctx export will not write" not in said
+    unknown = ["--context.profile=h100-nvlink-ib", "--model.preset=tiny-moe"]
+    assert main(["train", *arguments, "--gpus", "2", *unknown]) == 0
+    assert "warning: longctx export will not write this model: no supported family of transformers" in capsys.readouterr().out
     assert "--gpus is 0" in refusal(capsys, *arguments, "--gpus", "0")
     assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--gpus", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]

@@ -13,10 +13,11 @@ from longctx.config import load
 from longctx.data.store.prepare import prepare
 from longctx.errors import UserError
 from longctx.hf.lora import find_targets
-from longctx.hf.vision import VISION_FAMILIES, tower_blocks, tower_sizes
+from longctx.hf.vision import VISION_FAMILIES, class_of, text_model, tower_blocks, tower_sizes
 from longctx.training.saved.export import how_to_load
 from tests import launched, pretrained_cases
 from tests.data_cases import learnt, made, whole, write_jsonl
+from tests.family_cases import make_config
 from tests.huggingface_cases import make_documents, unpacked
 from tests.marks import slow_unless
 from tests.pretrained_cases import Step, assert_step
@@ -41,6 +42,53 @@ def reference(folder: Path) -> Step:
 def test_a_step_on_texts_is_that_of_single_documents(workers: Workers, tmp_path: Path, family: str) -> None:
     folder = save_model(tmp_path / "model", family)
     assert_step(workers.run(pretrained_cases.step, 2, folder, []), reference(folder))
+
+
+TEXTS_ALONE = ("mistral3", "mistral4", "kimi_k25", "qwen3_vl_moe", "minimax_m3_vl", "muse_glimmer", "internvl")
+TEXTS_ALONE += ("llava_next", "llava_onevision", "idefics3", "smolvlm", "aya_vision", "cohere2_vision", "lighton_ocr")
+TEXTS_ALONE += ("qwen3_omni_moe_thinker",)
+"""Model types whose texts are trained, and not their images."""
+
+
+def save_any(folder: Path, kind: str, **changes: Any) -> Path:
+    """Saves a tiny model of a type that reads images, with `changes` of its language model's config."""
+    config = make_config(kind)
+    for name, value in changes.items():
+        setattr(config.get_text_config(), name, value)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind in ("idefics3", "kimi_k25"), TEXTS_ALONE))
+def test_texts_of_other_models_that_read_images_are_those_of_single_documents(
+    workers: Workers, tmp_path: Path, kind: str
+) -> None:
+    folder = save_any(tmp_path / "model", kind)
+    assert_step(workers.run(pretrained_cases.step, 2, folder, []), reference(folder))
+
+
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "smolvlm", TEXTS_ALONE))
+def test_these_are_exported_with_their_encoders_as_they_were(tmp_path: Path, store: Path, kind: str) -> None:
+    """In the class that they came from; adapters are on the language model alone."""
+    folder = save_any(tmp_path / "model", kind, vocab_size=300, max_position_embeddings=4096)
+    settings = [f"--data.store={store}", f"--model.from_pretrained={folder}", f"--train.run_dir={tmp_path / 'run'}"]
+    settings += ["--train.steps=1", "--data.long_documents=split", "--batch.tokens_per_rank=512", "--batch.global_tokens=900"]
+    settings += ["--log.tensorboard=false", "--train.device=cpu", f"--checkpoint.export={tmp_path / 'out'}"]
+    printed, _ = launched.run("train", *settings, ranks=2)
+    trained, before = built(tmp_path / "out"), built(folder)
+    assert type(trained) is type(before) and f"{class_of(kind)}.from_pretrained" in printed
+    found = text_model(before)
+    inside = () if found is None else (f"{found[0]}.", "lm_head.")
+    values = trained.state_dict()
+    changed = {name for name, value in before.state_dict().items() if not torch.equal(value, values[name])}
+    assert changed and all(name.startswith(inside or "") for name in changed)
+    targets = find_targets(before, "all-linear")
+    assert targets and all(name.startswith(inside or "") for name in targets)
 
 
 def test_adapters_are_on_the_language_model(workers: Workers, tmp_path: Path) -> None:

@@ -70,10 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
+    from longctx.training.checks import check_weights
     from longctx.training.data import RunData
 
     if all(path.exists() for path in config.data.paths):
-        store = RunData.open(config).store
+        data = RunData.open(config)
+        check_weights(config, data)
+        store = data.store
         return store, config.model_source(store.tokenizer.vocab_size).spec
     if config.model_source().spec.vocab_size is None:
         raise UserError(

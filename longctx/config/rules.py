@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from longctx.config.combinations import ROWS
 from longctx.config.problems import ConfigError, Problem
@@ -12,6 +12,7 @@ from longctx.config.run import FLOAT8_ROWS, Config
 from longctx.errors import UserError, install, shell
 from longctx.hf.lora_options import ALL_LINEAR, LoraError, QuantizationError
 from longctx.model.context_extension import RopeError
+from longctx.planning.cost.eight_bit import BLOCK, cuts_blocks, in_8_bits
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.ulysses import ulysses_degrees
 from longctx.planning.hardware_profile import HardwareProfile, ProfileError
@@ -195,6 +196,8 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
             )
             fix = f"set it to {below} or {above}" if below else f"set it to {above}"
             yield Problem(key, width, rule, fix, ("parallel.tensor_parallel_size",))
+    if config.optimizer.name == "adamw-8bit":
+        yield from _cut_blocks(config, spec)
     multiple = math.lcm(size, batch.pad_to_multiple_of)
     if batch.tokens_per_rank % multiple and batch.tokens_per_rank % batch.pad_to_multiple_of == 0:
         below = batch.tokens_per_rank // multiple * multiple
@@ -202,6 +205,26 @@ def _tensor(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         fix = f"set it to {below} or {below + multiple}" if below else f"set it to {multiple}"
         others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
         yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
+
+
+def _cut_blocks(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+    """Checks that tensor ranks have whole blocks of 8-bit moments, of the matrices that are split by columns."""
+    size, shape = config.parallel.tensor_parallel_size, spec.largest_layer
+    widths = {"model.num_attention_heads": shape.num_attention_heads * shape.head_dim, **_split_widths(spec)}
+    possible = [ranks for ranks in divisors(shape.num_key_value_heads) if not _cut(spec, widths.values(), ranks)]
+    for key, width in widths.items():
+        if _cut(spec, [width], size):
+            rule = (
+                f"a tensor parallel rank has {-(-width // size)} of {width} columns of a parameter, no multiple of {BLOCK}, "
+                "which have a common scale in 8 bits"
+            )
+            fix = f"set it to adamw, or parallel.tensor_parallel_size to {' or '.join(map(str, possible))}"
+            yield Problem("optimizer.name", "adamw-8bit", rule, fix, ("parallel.tensor_parallel_size", key))
+
+
+def _cut(spec: ModelSpec, widths: Iterable[int], ranks: int) -> bool:
+    """Returns whether shares of a matrix with one of these numbers of columns are no whole blocks of 8-bit moments."""
+    return any(in_8_bits((spec.hidden_size, width)) and cuts_blocks(width, ranks) for width in widths)
 
 
 def _split_widths(spec: ModelSpec) -> dict[str, int]:

@@ -322,8 +322,9 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "muon", "adamw-8bit"] = "adamw"
     """adamw: AdamW; muon: Muon for the matrices of the blocks, each expert's by itself, and AdamW for embeddings, head, norms
-    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by torchao (extra
-    `gpu`), whose moments are 8-bit for parameters of 4,096 numbers or more with rows of a multiple of 256"""
+    and biases; Muon's updates are as large as AdamW's, so that learning_rate serves both; adamw-8bit: AdamW by codes of
+    torchao (extra `gpu`), whose moments are 8-bit for matrices of 4,096 numbers or more; tensor ranks must have whole blocks of
+    256 columns"""
     learning_rate: float = Field(3e-4, gt=0)
     """peak learning rate; with lora.rank 2e-4 by default"""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"

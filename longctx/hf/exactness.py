@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from longctx.attention.expansion import Compressed
 from longctx.attention.linear import Recurrence
 from longctx.errors import UserError
+from longctx.model.checkpoint_files import not_finite
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Layer types that work on packed documents; others (convolutions, linear attention, ..) would mix documents."""
@@ -144,6 +146,7 @@ def check_model(model: Any, first_position: int = 0, *, causal: bool = True, hea
     """
     probe = Probe(model, model, next(model.get_input_embeddings().parameters()).dtype, causal, first_position)
     probe.head = head
+    check_finite(model)
     with torch.no_grad(), evaluating(model):
         logits = check_rows(probe)
         if causal and head:
@@ -170,6 +173,11 @@ def check_rows(probe: "Probe") -> torch.Tensor:
             f"{name} never calls transformers' attention interface, so documents in one row would see each other: use a model "
             "that computes attention through the interface in all layers"
         )
+    if not all(bool(rows.isfinite().all()) for rows in alone):
+        raise HuggingFaceError(
+            f"{name} computes NaN or infinity for ordinary tokens, so its loss would be NaN: its weights have such numbers, or "
+            "are too large for the dtype that it computes in; load another checkpoint, or compute in bfloat16 or float32"
+        )
     others, positions = ids.clone(), places.clone()
     others[REPLACED], positions[REPLACED] = probe.others(), 0
     replaced = probe.rows(others, positions, poisoned=True)
@@ -191,6 +199,27 @@ def check_rows(probe: "Probe") -> torch.Tensor:
             "positions than unpacked ones: this model is not supported"
         )
     return alone[-1]
+
+
+def check_finite(model: Any) -> None:
+    """Raises HuggingFaceError if a parameter has NaN or infinity. All ranks call it; of sharded ones all see the same.
+
+    Quantized ones of other libraries are left to the rows that the model computes.
+    """
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        found = not_finite(local) if type(local) in (torch.Tensor, torch.nn.Parameter) else ""
+        if isinstance(tensor, DTensor):
+            mine = torch.tensor(float(bool(found)))
+            anywhere = DTensor.from_local(mine, tensor.device_mesh, [Partial()] * tensor.device_mesh.ndim, run_check=False)
+            damaged = bool(anywhere.full_tensor())
+            found = found or "some on another rank" * damaged
+        if found:
+            raise HuggingFaceError(
+                f"{type(model).__name__} has NaN or infinity: {name} has {found}, and the loss would be NaN; load the "
+                "checkpoint again, or one that was saved before the loss of its run was NaN"
+            )
 
 
 def check_loss(probe: "Probe", logits: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from longctx.hf.lora_options import ALL_LINEAR, Lora, LoraError, QuantizationErr
 from longctx.hf.model import OURS, TransformersModel, TransformersSource
 from longctx.hf.quantized import QuantizedLinear, quantize_layers
 from longctx.hf.spec import matrix_of
-from longctx.hf.vision import is_vision, weights_of_images
+from longctx.hf.vision import text_model, weights_of_images
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.protocol import generator_of
 from longctx.planning.cost.spec import Matrix, ModelSpec
@@ -160,8 +160,9 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     head, kind = twin.get_output_embeddings(), type(twin).__name__
     linear = {name: module for name, module in twin.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     matched, asked = set[str](), set[str]()
-    part = ".language_model." if is_vision(twin) else ""
-    inside = {name: module for name, module in twin.named_modules() if part in name or module is head}
+    found = text_model(twin)
+    part = "" if found is None else f"{found[0]}."
+    inside = {name: module for name, module in twin.named_modules() if name.startswith(part) or module is head}
     chosen = [name for name, module in inside.items() if name in linear and module is not head]
     there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in chosen}))}"
     if not chosen:
@@ -225,7 +226,7 @@ def _inject(hf: Any, config: Any) -> set[str]:
 
 def with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module], hf: Any) -> ModelSpec:
     """Returns the sizes of a model of whose `blocks`, and tower, only adapters are trained."""
-    layers, outside = [], weights_of_images(hf) if is_vision(hf) else []
+    layers, outside = [], weights_of_images(hf)
     for layer, block in zip(spec.layers, blocks, strict=True):
         trained = {name: weight for name, weight in block.named_parameters() if weight.requires_grad}
         adapters = (matrix_of(weight, "lora_a" if name.endswith(A) else "adapter") for name, weight in trained.items())

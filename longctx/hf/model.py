@@ -22,7 +22,7 @@ from longctx.hf.attention import Rings, replace_attention, row
 from longctx.hf.conversion import Conversion
 from longctx.hf.exactness import Alone, HuggingFaceError, Kind, check_length, check_packed
 from longctx.hf.spec import spec_of
-from longctx.hf.vision import VISION_FAMILIES, is_vision, tower_blocks, weights_of_images
+from longctx.hf.vision import blocks_outside, class_of, text_model, weights_of_images
 from longctx.model.balance import RowDocuments
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.protocol import Head, MakeAttention, Model
@@ -66,9 +66,10 @@ class TransformersSource:
         config = hf.config.get_text_config()
         check_length(config, longest)
         limit = getattr(config, "max_position_embeddings", None) or 0
+        found = text_model(hf)
         places = [
             module.num_embeddings
-            for module in hf.modules()
+            for module in (hf if found is None else found[1]).modules()
             if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings()
         ]
         if longest > limit > 0 and any(count >= limit for count in places):
@@ -104,9 +105,9 @@ class TransformersModel(Model):
         # Not registered as a submodule: its parameters would have two names.
         vars(self)["layers"] = self.hf.get_submodule(block_name(self.hf))
         self.spec = spec_of(self.hf, self.layers)
-        if is_vision(self.hf):
-            self.tower = tower_blocks(self.hf)
-            self.spec = replace(self.spec, tower_parameters=sum(weight.numel() for weight in weights_of_images(self.hf)))
+        if outside := weights_of_images(self.hf):
+            self.tower = blocks_outside(self.hf)
+            self.spec = replace(self.spec, tower_parameters=sum(weight.numel() for weight in outside))
         self.plain_head = False
         """Whether logits are just hidden states times the output weight."""
         self.kinds: frozenset[Kind] = frozenset()
@@ -329,9 +330,9 @@ def _build(files: CheckpointFiles) -> Any:
 
 def _class_of(config: Any) -> Any:
     """Returns the class of transformers that builds the model of a checkpoint."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
-    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    return getattr(transformers, class_of(config.model_type))
 
 
 def _elsewhere(config: Any) -> str:
@@ -340,8 +341,6 @@ def _elsewhere(config: Any) -> str:
 
     if config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "; encoder-decoders are trained inside Seq2SeqTrainer, by dynamic_context_parallel (docs/trainers.md)"
-    if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return f"; it reads images, and of such models only {', '.join(VISION_FAMILIES)} are supported"
     return ENCODERS if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES else ""
 
 
@@ -354,8 +353,8 @@ def block_name(hf: Any) -> str:
     lists: dict[str, nn.ModuleList] = {
         name: module for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
-    if is_vision(hf):
-        lists = {name: module for name, module in lists.items() if "language_model." in name}
+    if (found := text_model(hf)) is not None:
+        lists = {name: module for name, module in lists.items() if name.startswith(f"{found[0]}.")}
     known = {name: blocks for name, blocks in lists.items() if all(type(block).__name__ in whole for block in blocks)}
     for name, blocks in [*known.items(), *lists.items()]:
         if len(blocks) == count:

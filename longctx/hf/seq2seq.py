@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from longctx.hf.exactness import Alone, HuggingFaceError, Probe, check_loss, check_rows, evaluating, run_checked
+from longctx.hf.exactness import Alone, HuggingFaceError, Probe, check_finite, check_loss, check_rows, evaluating, run_checked
 
 Role = Literal["encoder", "decoder", "cross"]
 ROLES: tuple[Role, ...] = ("encoder", "decoder", "cross")
@@ -149,6 +149,7 @@ def check_seq2seq(model: Any) -> None:
     Gives every attention its role. Runs the model six times on a few tokens without gradients.
     """
     probe = _Seq2SeqProbe(model, model, next(model.get_input_embeddings().parameters()).dtype)
+    check_finite(model)
     with torch.no_grad(), evaluating(model):
         find_roles(model)
         check_loss(probe, check_rows(probe))

@@ -45,12 +45,8 @@ class ModelSource(Protocol):
 
 def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
     """Returns the log lines on a run's model, requested as `name` (None: new weights), and its longest document."""
-    spec = source.spec
-    if name is None and spec.vocab_size is not None and spec.vocab_size < FEW_ENTRIES and spec.parameters > MANY_PARAMETERS:
-        return [
-            f"warning: the tokenizer of the store has {spec.vocab_size:,} entries, few for {spec.parameters / 1e9:.1f}B "
-            "parameters: prepare the data by that of such a model (longctx prepare --tokenizer)"
-        ]
+    if isinstance(source, NewDecoder):
+        return [*_few_entries(source.spec), *_no_export(source.shape)]
     lines = [f"{name}: {source.said}"] if source.said else []
     if source.files is not None and source.files.added:
         lines.append(
@@ -68,6 +64,30 @@ def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
             "set data.max_length"
         )
     return lines
+
+
+def _few_entries(spec: ModelSpec) -> list[str]:
+    """Returns a warning if a large new model has few entries."""
+    entries = spec.vocab_size
+    if entries is None or entries >= FEW_ENTRIES or spec.parameters <= MANY_PARAMETERS:
+        return []
+    return [
+        f"warning: the tokenizer of the store has {entries:,} entries, few for {spec.parameters / 1e9:.1f}B "
+        "parameters: prepare the data by that of such a model (longctx prepare --tokenizer)"
+    ]
+
+
+def _no_export(shape: ModelShape) -> list[str]:
+    """Returns a warning if a new model cannot be exported, as no family of transformers has its shape."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    from longctx.model.families import expressed
+
+    try:
+        expressed(shape, longest=1)
+    except NoNativeModel as error:
+        return [f"warning: longctx export will not write this model: {error}"]
+    return []
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ IN_BOTH_DIRECTIONS = ("gemma3",)
 FRAMES_APART = ("qwen3_vl",)
 """Those in which texts are between the pairs of frames of a video."""
 VISION_CLASS = "AutoModelForImageTextToText"
-"""Class of transformers that loads them."""
+"""Class of transformers that loads them, and others that read images."""
 TOWERS = ("vision_tower", "visual")
 """Names of the tower in their base models."""
 
@@ -78,9 +78,30 @@ def video_token(hf: Any) -> int | None:
     return getattr(hf.config, "video_token_id", None)
 
 
-def is_vision_checkpoint(folder: Path) -> bool:
-    """Returns whether a local folder has a checkpoint of these families."""
-    return read_json(folder / "config.json").get("model_type") in VISION_FAMILIES
+def class_of(model_type: str) -> str:
+    """Returns the class of transformers that loads models of a type, of which texts are trained."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    reads_images = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    alone = model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return VISION_CLASS if model_type in VISION_FAMILIES or (reads_images and alone) else "AutoModelForCausalLM"
+
+
+def class_of_checkpoint(folder: Path) -> str:
+    """Returns the class that loads the checkpoint in a local folder."""
+    return class_of(read_json(folder / "config.json").get("model_type", ""))
+
+
+def text_model(hf: Any) -> tuple[str, nn.Module] | None:
+    """Returns the language model inside a model that has other parts, as encoders of images, and its name; None without any."""
+    if hf.base_model is hf or hf.config.is_encoder_decoder:
+        return None
+    decoder = hf.get_decoder()
+    name = next((name for name, module in hf.base_model.named_modules() if module is decoder and name), None)
+    return None if name is None else (f"{hf.base_model_prefix}.{name}", decoder)
 
 
 def tower_of(hf: Any) -> nn.Module:
@@ -94,10 +115,24 @@ def tower_blocks(hf: Any) -> Sequence[nn.Module]:
     return list(max(lists, key=len, default=()))
 
 
+def blocks_outside(hf: Any) -> list[nn.Module]:
+    """Returns the blocks of all encoders beside the language model: the modules of the longest list of each part."""
+    found = text_model(hf)
+    parts = [] if found is None else [part for part in hf.base_model.children() if part is not found[1]]
+    blocks = list[nn.Module]()
+    for part in parts:
+        lists: list[list[nn.Module]] = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
+        longest: list[nn.Module] = max(lists, key=len, default=[])
+        blocks += longest
+    return blocks
+
+
 def weights_of_images(hf: Any) -> list[nn.Parameter]:
-    """Returns the weights outside of the language model."""
-    modules = hf.base_model.language_model, hf.get_output_embeddings()
-    of_text = {id(weight) for module in modules for weight in module.parameters()}
+    """Returns the weights outside of the language model; none if there is nothing else."""
+    found = text_model(hf)
+    if found is None:
+        return []
+    of_text = {id(weight) for module in (found[1], hf.get_output_embeddings()) for weight in module.parameters()}
     return [weight for weight in hf.parameters() if id(weight) not in of_text]
 
 

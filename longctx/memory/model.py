@@ -184,8 +184,9 @@ class RankMemory:
             frozen = self.block.element_bytes if self.spec.adapted else FLOAT32
             parameters = FLOAT32 * weights.updated + frozen * (weights.all - weights.updated)
             parameters -= self.layers * weights.spared
-            optimizer = OPTIMIZERS[self.config.optimizer.name].state_bytes(weights.updated, weights.matrices) // shards
-            self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer)
+            kind, sizes = OPTIMIZERS[self.config.optimizer.name], self.spec.trained_sizes
+            optimizer = kind.state_bytes(weights.updated, weights.matrices, sizes)
+            self.fixed = replace(self.fixed, parameters=parameters // shards, optimizer=optimizer // shards)
         # A pipeline adds up gradients, and reduces them after its last backward.
         alone = self.load.micro_batches == 1
         self.reduced_at_once = not in_pipeline and (alone or self.config.parallel.reduce_after == "micro_batch")

@@ -157,9 +157,17 @@ class CheckpointFiles:
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Reads a tensor, or rows of it, to the CPU, as a copy: safetensors may return a view of the file."""
+        """Reads a tensor, or rows of it, to the CPU, as a copy: safetensors may return a view of the file.
+
+        Raises PretrainedError for NaN and infinity, with which every loss would be NaN.
+        """
         with self._opened(name) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows]
+            if found := not_finite(tensor):
+                raise PretrainedError(
+                    f"{self.files[name]} is damaged: {name} has {found}; download or copy the checkpoint again, or use one "
+                    "that was saved before the loss of its run was NaN"
+                )
             if name in self.vocabulary:
                 mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
                 return torch.cat([tensor, mean.expand(self.added, *tensor.shape[1:])])
@@ -183,6 +191,18 @@ class CheckpointFiles:
                 yield tensors
         except (SafetensorError, OSError) as error:
             raise PretrainedError(f"{file} is damaged: {error}; download or copy the checkpoint again") from error
+
+
+def not_finite(tensor: torch.Tensor) -> str:
+    """Returns how many numbers of a tensor are NaN or infinite, in words; nothing if none are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return ""
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no such function for 8 bits
+    finite = torch.isfinite(wide)
+    if bool(finite.all()):
+        return ""
+    count, first = int((~finite).sum()), (~finite).nonzero()[0].tolist()
+    return f"{count:,} of {tensor.numel():,} numbers that are NaN or infinite (the first at {first})"
 
 
 def small_files(folder: Path) -> list[Path]:

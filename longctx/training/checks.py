@@ -62,7 +62,7 @@ def checks_of(config: Config, data: RunData, source: ModelSource, ranks: int) ->
     ]
 
 
-def _check_weights(config: Config, data: RunData) -> None:
+def check_weights(config: Config, data: RunData) -> None:
     """Raises UserError if tokens of a store have weights, and documents are merged, which might differ in them."""
     for key, store in (("data.store", data.store), ("eval.store", data.validation)):
         if store is None or not store.weighted:
@@ -81,7 +81,7 @@ def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) 
     """
     if config.model.from_pretrained is not None and not isinstance(data.store, Lengths):
         _check_tokenizer(config, data.store, source, config.model.from_pretrained)
-    _check_weights(config, data)
+    check_weights(config, data)
     source.check_length(min(config.max_length(ranks), data.longest))
 
 

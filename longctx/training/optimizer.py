@@ -4,7 +4,7 @@ gradients.
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from longctx.config.settings import OptimizerSection, ParameterGroup
 from longctx.model.protocol import Model
 from longctx.parallel.expert import sparse_layers
 from longctx.parallel.sharding import local_part
-from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.cost import eight_bit
+from longctx.planning.cost.spec import LayerSpec, Matrix, ModelSpec
 from longctx.training.optimizers import muon
 
 Matrices = dict[nn.Parameter, int]
@@ -30,7 +31,8 @@ class OptimizerKind:
 
     Attributes:
         make: makes it of (groups of parameters, options of AdamW, device, matrices, group of all ranks with parts of them).
-        state_bytes: bytes of its state of `parameters`, of which `matrices` are in matrices of blocks.
+        state_bytes: bytes of its state of `parameters`, of which `matrices` are in matrices of blocks; `sizes` has how
+            many matrices of each size they are a part of.
         working_bytes: bytes of temporary tensors, of a block's `layer` and `held` numbers of matrices on a rank.
         step_work: operations per rank of a model's updates on `ranks`, and numbers that it sends and receives for them, beside
             what AdamW takes.
@@ -39,7 +41,7 @@ class OptimizerKind:
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    state_bytes: Callable[[int, int], int]
+    state_bytes: Callable[[int, int, Mapping[Matrix, int]], int]
     working_bytes: Callable[[LayerSpec, int], int] = lambda layer, held: 0
     step_work: Callable[[ModelSpec, int], tuple[float, float]] = lambda spec, ranks: (0.0, 0.0)
     momentum: bool = False
@@ -57,19 +59,19 @@ FLOAT32 = torch.float32.itemsize
 OPTIMIZERS = {
     "adamw": OptimizerKind(
         lambda groups, options, device, *_: torch.optim.AdamW(groups, **options, fused=device.type == "cuda"),
-        lambda parameters, matrices: 2 * FLOAT32 * parameters,
+        lambda parameters, matrices, sizes: 2 * FLOAT32 * parameters,
     ),
     "muon": OptimizerKind(
         lambda groups, options, device, matrices, stage: muon.Muon(
             groups, matrices, stage, device, **options, fused=device.type == "cuda"
         ),
-        lambda parameters, matrices: FLOAT32 * (2 * parameters - matrices),  # one moment of matrices
+        lambda parameters, matrices, sizes: FLOAT32 * (2 * parameters - matrices),  # one moment of matrices
         muon.working_bytes,
         muon.work_of_rank,
         momentum=True,
     ),
-    "adamw-8bit": OptimizerKind(  # with a scale per block
-        _eight_bit, lambda parameters, matrices: 2 * (parameters + parameters * FLOAT32 // 256), fused=False
+    "adamw-8bit": OptimizerKind(
+        _eight_bit, lambda parameters, matrices, sizes: eight_bit.state_bytes(parameters, sizes), fused=False
     ),
 }
 """Optimizers by name; those that need a package are also in `_missing` of `longctx.config.rules`."""

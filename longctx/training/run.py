@@ -60,5 +60,6 @@ class Run:
             return 0
         spec = self.source.spec
         weights = spec.trained_parameters if spec.adapted else spec.parameters
-        state = OPTIMIZERS[self.config.optimizer.name].state_bytes(spec.trained_parameters, spec.trained_matrices)
+        kind = OPTIMIZERS[self.config.optimizer.name]
+        state = kind.state_bytes(spec.trained_parameters, spec.trained_matrices, spec.trained_sizes)
         return torch.float32.itemsize * weights + state

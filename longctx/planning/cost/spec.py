@@ -1,5 +1,6 @@
 """Spec: sizes of a model, layer by layer, from which memory, operations, pipeline stages and profiles are computed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -291,6 +292,20 @@ class ModelSpec:
         if self.adapted:
             return sum(layer.adapter_parameters for layer in self.layers)
         return sum(layer.matrix_parameters + layer.idle_parameters for layer in self.layers)
+
+    @cached_property
+    def trained_sizes(self) -> Counter[Matrix]:
+        """How many parameters of each size have gradients; vectors count as a matrix of one column. Needs `vocab_size`.
+
+        Those outside of blocks, as of an encoder of images, are taken to have as many columns as the residual stream.
+        """
+        roles: tuple[Role, ...] = ("lora_a", "adapter") if self.adapted else ("own", "query", "source", "expert")
+        sizes = Counter(matrix for layer in self.layers for matrix in layer.of(*roles))
+        if not self.adapted:
+            sizes[Matrix(sum(layer.vectors for layer in self.layers) + self.hidden_size, 1)] = 1
+        inside = sum(times * matrix.count * matrix.size for matrix, times in sizes.items())
+        sizes[Matrix((self.trained_parameters - inside) // self.hidden_size, self.hidden_size)] += 1
+        return sizes
 
     @property
     def frozen_products(self) -> int:

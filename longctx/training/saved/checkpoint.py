@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -236,6 +235,11 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
         if f"optimizer.{name}" in saved:
             moments[name] = value
         elif (parameter := _parameter(name)) not in new:
+            if any(_parameter(other) == f"optimizer.{parameter}" for other in saved if ".exp_avg" in other):
+                raise CheckpointError(
+                    f"{checkpoint.folder} has moments of {parameter} with another number of bits, as of an earlier version of "
+                    "longctx: start a new run from an export of it (longctx export), or go on with the version that wrote it"
+                )
             raise CheckpointError(f"{checkpoint.folder} is damaged: it has no moments of {parameter}. Move it away {PREVIOUS}")
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     _load(state, checkpoint.folder, PREVIOUS, group)
@@ -280,12 +284,7 @@ def _saved(model: nn.Module) -> set[str] | None:
 
 def _moments(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the optimizer's state that is saved: settings of the optimizer are those of the run."""
-    moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
-    if "torchao.optim" in sys.modules:
-        from longctx.training.optimizers.eight_bit import plain
-
-        return plain(moments)
-    return moments
+    return {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
 
 
 def _load(state: dict[str, Any], folder: Path, purpose: str, group: dist.ProcessGroup | None) -> None:

@@ -24,7 +24,7 @@ from longctx.hf.lora import ADAPTERS, AdaptedModel, write_adapter
 from longctx.hf.lora_options import Lora
 from longctx.hf.model import open_checkpoint
 from longctx.hf.source import adapted_source, transformers_source
-from longctx.hf.vision import VISION_CLASS, VISION_FAMILIES, is_vision_checkpoint
+from longctx.hf.vision import VISION_CLASS, class_of, class_of_checkpoint
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter
 from longctx.model.decoder import Decoder
@@ -342,7 +342,7 @@ def how_to_load(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         adapters = json.loads((folder / "adapter_config.json").read_text("utf-8"))
         base = adapters["base_model_name_or_path"]
-        if is_vision_checkpoint(Path(base)):
+        if class_of_checkpoint(Path(base)) == VISION_CLASS:
             base = f"{VISION_CLASS}.from_pretrained({base!r})"
             return (
                 f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
@@ -352,5 +352,4 @@ def how_to_load(folder: Path) -> str:
             "or merge: longctx export RUN OUT --merge"
         )
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    kind = VISION_CLASS if config.get("model_type") in VISION_FAMILIES else "AutoModelForCausalLM"
-    return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"
+    return f"load with transformers: {class_of(config.get('model_type', ''))}.from_pretrained({str(folder)!r})"
