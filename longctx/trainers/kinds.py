@@ -76,7 +76,14 @@ class Traits:
 def inner_model(trainer: Any, model: Any) -> Any:
     """Returns the model of transformers inside a model of the trainer and its adapters."""
     inner = trainer.accelerator.unwrap_model(model)
-    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
+    tuner = tuner_of(inner)
+    return inner if tuner is None else tuner.model
+
+
+def tuner_of(unwrapped: Any) -> Any:
+    """Returns what peft has put between its own model and that of transformers; None if the adapters are in the latter."""
+    of_peft = type(unwrapped).__module__.startswith("peft.")
+    return unwrapped.base_model if of_peft else None
 
 
 def is_own(trainer: Any, name: str) -> bool:

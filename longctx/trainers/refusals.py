@@ -5,18 +5,22 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pyarrow import compute
 
 from longctx.errors import UserError
 from longctx.hf.attention import configs_of_parts
+from longctx.hf.exactness import evaluating
 from longctx.hf.vision import weights_of_images
 from longctx.parallel.environment import Launch
-from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, is_own
+from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, is_own, tuner_of
 
 ANSWERS = "qa_outputs"
 """Attribute of models for question answering: the layer that scores tokens."""
 CALLED = ("train", "evaluation_loop", "log")
 """Methods of a subclass that are called as before."""
+DRAWN_FOR = 8
+"""Tokens on which adapters are tried."""
 WRAPPED = ("training_step", "prediction_step")
 """Methods that call a model whose outputs the loss needs whole."""
 
@@ -37,6 +41,7 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
         *_method_problems(traits, names),
         *_argument_problems(traits),
         *_model_problems(traits),
+        *_adapter_problems(traits),
         *_ddp_problems(traits),
     ]
     if problems:
@@ -125,15 +130,56 @@ def _model_problems(traits: Traits) -> Iterator[str]:
             f"{traits.of_trl} trains causal models, but the model is an encoder: use transformers.Trainer with a collator that "
             "masks"
         )
-    for config in traits.adapters.values():
-        if config.is_prompt_learning:
-            yield f"{config.peft_type.value} adds virtual tokens to every document: use adapters of matrices, such as LoRA"
     for config in filter(None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))):
         for name, value in config.to_dict().items():
             if "att" in name and "drop" in name and value:
                 yield f"{name} is {value:g} in the model's config, which no kernel of attention has: set it to 0"
     if traits.pairs and traits.noisy:
         yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
+
+
+def _adapter_problems(traits: Traits) -> Iterator[str]:
+    """Yields what is wrong with adapters that do more than change layers by what a token itself is."""
+    if not traits.adapters:
+        return
+    from peft.tuners.tuners_utils import BaseTuner
+
+    way = "use adapters of matrices, such as LoRA"
+    tuner = tuner_of(traits.trainer.accelerator.unwrap_model(traits.trainer.model))
+    found = list[str]()
+    for config in traits.adapters.values():
+        kind = config.peft_type.value
+        if config.is_prompt_learning:
+            found.append(f"{kind} adds virtual tokens to every document: {way}")
+        elif tuner is not None and type(tuner).forward is not BaseTuner.forward:
+            found.append(f"{kind} has a forward of its own, whose loss or input would be that of a micro-batch: {way}")
+        if getattr(config, "alora_invocation_tokens", None):
+            found.append("alora_invocation_tokens switch adapters on from a place in the row, not in the document: omit them")
+    if not found and _draws(traits.model):
+        found.append(
+            "the adapters draw random numbers in every call, which would be others on every rank: set their dropout to 0, or "
+            "use LoRA, whose dropout is the same under any split"
+        )
+    yield from found
+
+
+def _draws(model: Any) -> bool:
+    """Returns whether adapters in a model draw random numbers in training, apart from torch's modules of dropout."""
+    device = next(model.parameters()).device
+    ids = torch.arange(DRAWN_FOR, device=device)[None]
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    with torch.no_grad(), evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for module in model.modules():
+            module.training |= type(module).__module__.startswith("peft.")
+        before = _random_states(device)
+        model.base_model(**given)
+        after = _random_states(device)
+    return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    of_cpu = torch.get_rng_state()
+    return [of_cpu, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [of_cpu]
 
 
 def _ddp_problems(traits: Traits) -> Iterator[str]:
