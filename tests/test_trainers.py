@@ -1,7 +1,9 @@
 """Dynamic context parallelism in trainers of transformers and TRL: what one plain process computes, on any number of ranks."""
 
+import contextlib
 import copy
 import json
+import pickle
 import re
 import shutil
 import time
@@ -13,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import GradientState
 from transformers import TrainerCallback
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.kinds import Traits
-from longctx.trainers.prepared import prepared, replaced_method
+from longctx.trainers.prepared import attention_of, prepared, replaced_method
 from longctx.trainers.refusals import notes_on_data
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import own_rows_of_last_batch
@@ -379,6 +382,86 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
     restore(ours)  # does nothing
 
 
+def left_on(ours: Any) -> dict[str, Any]:
+    """Returns what is set on a trainer, and the functions that are set on its parts and on its model, all by name."""
+    owners = {"accelerator": ours.accelerator, **dict(ours.model.named_modules(prefix="model"))}
+    functions = {
+        f"{name}.{key}": getattr(value, "__qualname__", "")
+        for name, owner in owners.items()
+        for key, value in vars(owner).items()
+        if callable(value)
+    }
+    names = {name: type(value).__name__ for name, value in vars(ours).items()}
+    return {"class": type(ours).__qualname__, "names": names, "functions": functions, "attention": attention_of(ours.model)}
+
+
+def restored(folder: Path, kind: str, head: str, options: dict[str, Any], rounds: int) -> tuple[list[float], dict[str, Any]]:
+    """Trains so often with dynamic context parallelism, which fails in the middle of the second training, and is restored
+    each time. Returns the losses of a plain training after that, from the first weights, and what is left on the trainer.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    from tests.test_whole_outputs import collate, labelled, with_head
+
+    ranks, number = as_rank(), 0
+    rows = labelled(documents(), head) if head else documents()
+
+    def collated(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if number == 1 and any(row is rows[20] for row in batch):
+            raise KeyError("text")
+        return collate(batch) if head else pad(batch)
+
+    made = with_head(f"{kind} {head}") if head else model(kind)
+    args = arguments(folder, ranks, 1, eval_strategy="no", num_train_epochs=1, **options)
+    ours, begin = Trainer(made, TrainingArguments(**args), collated, rows), copy.deepcopy(made.state_dict())
+    for number in range(rounds):
+        dynamic_context_parallel(ours, profile=PROFILE, tokens_per_rank=200)
+        with pytest.raises((KeyError, TrainerError), match="text") if number == 1 else contextlib.nullcontext():
+            ours.train()
+        restore(ours)
+    number = rounds
+    if not rounds:
+        ours.train()
+    made.load_state_dict(begin)
+    ours.optimizer = ours.lr_scheduler = None
+    torch.manual_seed(0)
+    ours.train()
+    return [entry["loss"] for entry in ours.state.log_history if "loss" in entry], left_on(ours)
+
+
+RESTORED: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "steps": (1, "qwen2", "", {}),
+    "autocast": (1, "qwen2", "", {"bf16": True}),
+    "rows": (1, "qwen2", "SequenceClassification", {}),
+    "answers": (1, "roberta", "QuestionAnswering", {}),
+    "router": (1, "qwen3_moe", "", {"bf16": True}),
+    "linear attention": (1, "mamba2", "", {}),
+    "recomputed": (1, "deepseek_v3", "", {"gradient_checkpointing": True}),
+    "noise": (1, "qwen2", "", {"neftune_noise_alpha": 5.0}),
+    "encoder": (2, "bert", "", {}),
+    "two ranks": (2, "qwen2", "", {"bf16": True}),
+    "rows on three": (3, "qwen2", "TokenClassification", {}),
+}
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case == "autocast", RESTORED))
+def test_it_is_restored_any_number_of_times(workers: Workers, tmp_path: Path, case: str) -> None:
+    """Also after an error in the middle; nothing is left, and autocast, which accelerate puts around the model, stays."""
+    ranks, *kind = RESTORED[case]
+    expected = workers.run(restored, ranks, tmp_path, *kind, 0)
+    for ours, plain in zip(workers.run(restored, ranks, tmp_path, *kind, 3), expected, strict=True):
+        assert len(plain[0]) == 4 and ours == plain
+
+
+def test_a_restored_trainer_is_pickled(tmp_path: Path) -> None:
+    """As a plain one before it has trained: accelerate keeps references to loaders that cannot be pickled."""
+    GradientState._reset_state()
+    ours = trainer(tmp_path)
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    restore(ours)
+    assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
+
+
 def test_training_ends_when_the_step_after_the_last_one_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may wait for it; and a second training begins with a step of its own."""
     ours, share = trainer(tmp_path, max_steps=1), Sharing.share
@@ -414,7 +497,6 @@ def groups_made(folder: Path) -> list[int]:
 def errors_printed(folder: Path, compiled: list[bool], count: int, *given: dict[str, Any]) -> str:
     """Returns what this rank prints of the error that it raises, if it is told to compile, has so many documents, or is given
     this in the place of a profile."""
-    import contextlib
     import io
     import sys
 
@@ -439,7 +521,6 @@ def errors_printed(folder: Path, compiled: list[bool], count: int, *given: dict[
 
 def error_of_data(folder: Path, where: str, loss: Any, evaluates: bool) -> tuple[str, str]:
     """Returns what this rank raises and prints, if data of rank 1 alone cannot be read in the second step or evaluation."""
-    import contextlib
     import io
     import sys
 

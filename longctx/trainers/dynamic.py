@@ -171,18 +171,19 @@ def _groups(
 
 @contextlib.contextmanager
 def _extended(trainer: Any, mixin: type, **more: Any) -> Iterator[None]:
-    """Makes a trainer one of a subclass of its class, after `mixin`."""
+    """Makes a trainer one of a subclass of its class, after `mixin`, whose attributes do not stay on it."""
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, **more})
     try:
         yield
     finally:
         trainer.__class__ = kind
+        for name in vars(mixin):
+            vars(trainer).pop(name, None)
 
 
 def _plan_steps(traits: Traits, sharing: Sharing) -> None:
     trainer, model, undo = traits.trainer, traits.model, sharing.undo
-    undo.callback(vars(trainer).pop, "_next", None)
     undo.enter_context(_extended(trainer, WholeSteps))
     undo.enter_context(replaced(trainer, "model_accepts_loss_kwargs", True))  # otherwise losses of batches would be averaged
     vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
