@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import functools
 import json
 import pickle
 import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
-from transformers import TrainerCallback
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainerCallback
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
@@ -65,7 +69,7 @@ OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 PROFILES = Path(__file__).resolve().parents[1] / "longctx" / "planning" / "profiles"
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
 PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
-REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}
 
 
@@ -723,6 +727,7 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path, of: Callable[[], Any], 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("Trainer", REENTRANT | {"ddp_find_unused_parameters": True}, "use_reentrant is True, with which DDP sees weights"),
         ("Trainer", {"ddp_static_graph": True}, "ddp_static_graph is True.*omit it"),
         ("RewardTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
         ("DPOTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
@@ -734,9 +739,75 @@ def test_settings_that_ddp_does_not_bear_are_refused(
     ours = trainer(tmp_path, **options)
     if name != "Trainer":
         as_trl(name)(ours)
+    elif "ddp_find_unused_parameters" in options:
+        ours.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     monkeypatch.setattr(type(ours.args), "world_size", 2)
     with pytest.raises(TrainerError, match=message):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def recomputing(function: Any) -> Any:
+    """A model that calls this function for the layers that it computes again."""
+    made = model()
+    made._set_gradient_checkpointing(gradient_checkpointing_func=function)
+    return made
+
+
+@functools.wraps(partial(checkpoint, use_reentrant=True), assigned=())
+def watched(*given: Any, **named: Any) -> Any:
+    """As tools that look at what is computed again."""
+    return checkpoint(*given, use_reentrant=True, **named)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "refused"),
+    [
+        (partial(checkpoint, use_reentrant=True), {}, True),
+        (partial(checkpoint, preserve_rng_state=True), {}, True),
+        (checkpoint, {}, True),
+        (watched, {}, True),
+        (partial(checkpoint, use_reentrant=False), {}, False),
+        (partial(checkpoint, use_reentrant=True), {"gradient_checkpointing": True}, False),
+        (None, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"preserve_rng_state": True}}, True),
+        (None, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}, False),
+    ],
+    ids=["model", "default", "bare", "watched", "not reentrant", "arguments come later", "default of arguments", "layers"],
+)
+def test_reentrant_recomputation_is_found_wherever_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any, options: dict[str, Any], refused: bool
+) -> None:
+    """DDP would end with `mark a variable ready only once`."""
+    ours = trainer(tmp_path, of=model() if function is None else recomputing(function), **options)
+    as_trl("DPOTrainer")(ours)
+    traits = Traits(ours, False)
+    assert traits.recomputes and traits.reentrant == refused
+    monkeypatch.setattr(type(ours.args), "world_size", 2)
+    message = "use_reentrant is True, with which DDP takes one call" if refused else "^$"
+    if refused:
+        with pytest.raises(TrainerError, match=message):
+            dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def test_a_trainer_that_asks_for_means_of_batches_gets_those_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Axolotl's, and one that says that its loss is to be divided by the number of batches."""
+    from transformers import Trainer
+
+    class Means(Trainer):
+        loss_is_scaled_for_ga = False
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.model_accepts_loss_kwargs = False
+
+    plain, ours = trainer(tmp_path, max_steps=2), trainer(tmp_path, kind=Means, max_steps=2, gradient_accumulation_steps=3)
+    ours._train_batch_size = ours.args.per_device_train_batch_size = 4
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert "mean over the tokens of a step; that of Means would be a mean of means of batches" in capsys.readouterr().out
+    assert ours.train().training_loss == pytest.approx(plain.train().training_loss, rel=1e-6)
+    restore(ours)
+    assert not ours.model_accepts_loss_kwargs and not ours.loss_is_scaled_for_ga
 
 
 def test_devices_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,7 +840,6 @@ def as_trl(name: str) -> Callable[[Any], None]:
         (lambda ours: setattr(ours, "get_sp_size", lambda: 4), "sp_size is 4: leave it at 1"),
         (lambda ours: setattr(ours, "get_tp_size", lambda: 8), "tp_size is 8: leave it at 1"),
         (lambda ours: setattr(ours, "model_init", model), "model_init builds another model.*pass model=model_init"),
-        (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "takes no num_items_in_batch"),
         (
             as_trl("DistillationTrainer"),
             "DistillationTrainer is not supported: use transformers.Trainer, SFTTrainer",
@@ -787,7 +857,6 @@ def as_trl(name: str) -> Callable[[Any], None]:
         "sp",
         "tp",
         "model_init",
-        "other loss",
         "other of TRL",
         "smoothing in TRL",
     ],
@@ -876,6 +945,86 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
         streamed.train()
 
 
+class Unbuilt(Trainer):
+    def __init__(self) -> None:
+        """Forgets to call that of `Trainer`."""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "trainer is an object of NoneType: give the transformers.Trainer"),
+        (Trainer, "trainer is the class Trainer: give the transformers.Trainer"),
+        ({}, "trainer is an object of dict"),
+        (torch.nn.Linear(2, 2), r"trainer is an object of Linear.*own calls prepare\(model\)"),
+        (Unbuilt(), "trainer is an object of Unbuilt without args: its __init__ must call that of Trainer first"),
+    ],
+)
+def test_what_is_no_trainer_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(given)
+
+
+def not_of_tokens() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=16)
+    return transformers.ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.Sequential(torch.nn.Embedding(8, 8)), "model of Trainer is a Sequential, no PreTrainedModel"),
+        (not_of_tokens, "ViTForImageClassification has no embedding of tokens and blocks of attention"),
+        (lambda: model().model, "Qwen2Model has no head, and so no loss"),
+    ],
+    ids=["as that of sentence-transformers", "images", "bare"],
+)
+def test_models_without_tokens_or_a_loss_are_refused(tmp_path: Path, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(trainer(tmp_path, of=make()), tokens_per_rank=200, profile=PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tokens_per_rank", 0, "tokens_per_rank is 0: must be a whole number"),
+        ("profile", {}, r"profile is \{\}: give a HardwareProfile"),
+        ("profile", "", "profile is '': give a HardwareProfile"),
+        ("profile", 3, "profile is 3: give a HardwareProfile"),
+        ("merge_prefixes", "no", "merge_prefixes is 'no': give True or False"),
+        ("own_loss_is_a_token_sum", 1, "own_loss_is_a_token_sum is 1: give True or False"),
+    ],
+)
+def test_arguments_that_would_be_taken_for_others_are_refused(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        dynamic_context_parallel(trainer(tmp_path), **{"tokens_per_rank": 200, "profile": PROFILE, name: value})
+
+
+def flattened(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """A data collator of examples, or lists of them, which it joins."""
+    examples = [each for row in rows for each in (row if isinstance(row, list) else [row])]
+    names = "input_ids", "labels"
+    joined = {name: torch.tensor([[token for each in examples for token in each[name]]]) for name in names}
+    places = [place for each in examples for place in range(len(each["input_ids"]))]
+    return joined | {"position_ids": torch.tensor([places])}
+
+
+def test_rows_that_are_lists_of_examples(tmp_path: Path) -> None:
+    """As ms-swift packs: every document is trained once, and those that fill the last batch are not repeated."""
+    rows = documents()
+    packed = [rows[start : start + 3] for start in range(0, 39, 3)]
+    ours = trainer(tmp_path, data=packed, per_device_train_batch_size=4, num_train_epochs=1)
+    ours.data_collator = flattened
+    dynamic_context_parallel(ours, tokens_per_rank=600, profile=PROFILE)
+    ours.train()
+    trained = sorted(length for plan in ours.dynamic.plans for length in plan.lengths)
+    kept = [len(row["input_ids"]) for row in rows[:39] if set(row["labels"][1:]) != {-100}]
+    assert trained == sorted(kept)
+
+
 def test_a_version_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Trainer
 
@@ -926,6 +1075,10 @@ def test_what_plain_training_would_count_otherwise_is_said(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("attention_mask", lambda n: torch.ones(1, n, n), "attention_mask has 4 axes: return one of"),
+        ("attention_mask", lambda n: 1 + torch.arange(n) // 9, "attention_mask has 2, but must be 1 for tokens and 0 for"),
+        ("attention_mask", lambda n: torch.ones(n - 1), "attention_mask has the shape"),
+        ("labels", lambda n: torch.ones(n), "labels is of float32: return whole numbers"),
         ("token_type_ids", 0, "the data collator returns token_type_ids, which splitting documents would lose"),
         ("attention_mask", lambda n: torch.arange(n) != 3, "attention_mask leaves out tokens between others in row 0"),
         ("position_ids", lambda n: torch.arange(n) + 2, "position_ids of row 0 have 2 first, but documents count 0, 1, 2"),
@@ -933,14 +1086,25 @@ def test_what_plain_training_would_count_otherwise_is_said(
         ("position_ids", lambda n: torch.arange(n).clamp(max=2), "position_ids of row 0 have 2 after 2"),
         ("seq_idx", lambda n: torch.arange(n) > 4, "returns seq_idx, but no position_ids, by which rows are cut"),
     ],
-    ids=["segments", "holes", "offset", "skipped positions", "repeated positions", "packed without positions"],
+    ids=[
+        "axes",
+        "numbers of documents",
+        "short",
+        "floats",
+        "segments",
+        "holes",
+        "offset",
+        "skipped positions",
+        "repeated positions",
+        "packed without positions",
+    ],
 )
 def test_what_would_be_lost_of_a_batch_is_refused(tmp_path: Path, name: str, value: Any, message: str) -> None:
     ours = trainer(tmp_path)
     collate = ours.data_collator
     ours.data_collator = lambda rows: {
         **(batch := collate(rows)),
-        name: (value or torch.ones)(batch["labels"].shape[1]).expand(len(rows), -1),
+        name: (value or torch.ones)(batch["labels"].shape[1])[None].repeat_interleave(len(rows), dim=0),
     }
     dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     with pytest.raises(TrainerError, match=message):

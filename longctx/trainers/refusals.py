@@ -1,6 +1,8 @@
 """What a trainer must not ask for if its documents are split over ranks, checked before the first step."""
 
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from longctx.hf.attention import configs_of_parts
 from longctx.hf.exactness import evaluating
 from longctx.hf.vision import weights_of_images
 from longctx.parallel.environment import Launch
-from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, is_own, tuner_of
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, inner_model, is_own, tuner_of
 
 ANSWERS = "qa_outputs"
 """Attribute of models for question answering: the layer that scores tokens."""
@@ -27,6 +30,44 @@ WRAPPED = ("training_step", "prediction_step")
 
 class TrainerError(UserError):
     """A trainer, model or batch that cannot be trained exactly on split documents."""
+
+
+def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
+    """Raises TrainerError for what is no trainer, or not yet one, that has the `needed` methods of transformers."""
+    from transformers import PreTrainedModel, Trainer
+
+    given = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"an object of {type(trainer).__name__}"
+    if not isinstance(trainer, Trainer):
+        raise TrainerError(
+            f"trainer is {given}: give the transformers.Trainer, or TRL's, that was made with the model and its arguments. A "
+            "loop of your own calls prepare(model) and ring_attention instead (docs/own-trainer.md)"
+        )
+    if missing := [name for name in ("args", "accelerator", "model") if name not in vars(trainer)]:
+        raise TrainerError(f"trainer is {given} without {missing[0]}: its __init__ must call that of Trainer first")
+    if hasattr(trainer, "dynamic"):
+        raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
+    if missing := [name for name in needed if not hasattr(trainer, name)]:
+        raise TrainerError(
+            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
+        )
+    model = inner_model(trainer, trainer.model)
+    if not isinstance(model, PreTrainedModel):
+        raise TrainerError(
+            f"the model of {type(trainer).__name__} is a {type(model).__name__}, no PreTrainedModel of transformers, whose "
+            "attention is replaced: train such a model, or prepare(model) the one inside in a loop of your own"
+        )
+
+
+def check_arguments(**given: Any) -> None:
+    """Raises TrainerError for arguments of `dynamic_context_parallel` of another type, which would be taken for others."""
+    kinds = {
+        "profile": ((HardwareProfile, str, Path, type(None)), "a HardwareProfile, its name or file, or None"),
+        "merge_prefixes": (bool, "True or False"),
+        "own_loss_is_a_token_sum": (bool, "True or False"),
+    }
+    for name, (kind, wanted) in kinds.items():
+        if not isinstance(given[name], kind) or given[name] == "":
+            raise TrainerError(f"{name} is {given[name]!r}: give {wanted}")
 
 
 def refuse(traits: Traits, replaced: Sequence[str]) -> None:
@@ -123,6 +164,8 @@ def _model_problems(traits: Traits) -> Iterator[str]:
         yield f"{head} has a head that is not for tokens: use transformers.Trainer, and no encoder-decoder or reader of images"
     if head.endswith("ForQuestionAnswering") and not hasattr(model, ANSWERS):
         yield f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another family's model"
+    if model.base_model is model and not traits.has_own_loss:
+        yield f"{head} has no head, and so no loss: use a model with one, such as those for causal language models"
     if traits.of_trl and traits.pairs:
         yield f"{traits.of_trl} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
     if traits.of_trl and traits.masked:
@@ -194,10 +237,14 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
         )
     if traits.kind == "steps" and getattr(args, "ddp_static_graph", False):
         yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
-    if traits.kind != "steps" and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    finds_unused = bool(handler and handler.find_unused_parameters)
+    if traits.reentrant and (traits.kind != "steps" or finds_unused):
+        calls = "takes one call of the model before backward, but a call is planned as several"
+        twice = "sees weights ready twice beside ddp_find_unused_parameters"
         yield (
-            "use_reentrant is True, with which DDP takes one call of the model before backward, but a call is planned as "
-            "several: set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            f"use_reentrant is True, with which DDP {twice if traits.kind == 'steps' else calls}: set "
+            f"gradient_checkpointing_kwargs={{'use_reentrant': False}} in {type(args).__name__}, or where the model is told to "
+            "recompute"
         )
 
 
@@ -211,7 +258,8 @@ def notes_on_data(traits: Traits, most: int) -> Iterator[str]:
     if args.world_size > 1 and not args.average_tokens_across_devices and traits.kind != "sequences":
         yield "note: average_tokens_across_devices=False changes nothing: the loss is the mean over the tokens of all ranks"
     if traits.kind == "steps" and traits.means_of_batches:
-        name = type(traits.model).__name__
+        asking = traits.model if getattr(traits.model, "accepts_loss_kwargs", None) is False else traits.trainer
+        name = type(asking).__name__
         yield f"note: the loss is the mean over the tokens of a step; that of {name} would be a mean of means of batches"
     limit = getattr(args, "max_length", None)
     for name in ("train_dataset", "eval_dataset"):

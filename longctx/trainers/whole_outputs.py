@@ -86,16 +86,18 @@ class PlannedBase(PlannedCall):
             raise TrainerError(
                 f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(FIELDS)}"
             )
+        if not isinstance(ids, torch.Tensor):
+            raise TrainerError(f"input_ids is a {type(ids).__name__}: return a tensor of [rows, tokens]")
         self.mask = mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
 
         def read() -> list[Document]:
+            fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
+            rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
             if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
                 raise TrainerError(
                     f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds "
                     "the last token of a row: set pad_token_id to what the collator pads with"
                 )
-            fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
-            rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
             return [document for row in rows for document in row]
 
         kinds: list[Any] = []

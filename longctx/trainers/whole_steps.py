@@ -155,13 +155,14 @@ class WholeSteps:
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
         """Returns the documents of the last batch that the loader has yielded. Says once which labels they do not have."""
+        rows = self._rows(batch)
         told = self._told or self.dynamic.seq2seq is not None or self.dynamic.predicts_masked or self.dynamic.rank
         if not told and (count := labels_beside_padding(batch)):
             self._told = True
             print(
                 f"note: {count:,} labels of a batch are on padding, or follow it: they have no loss, but do in plain training"
             )
-        return list(itertools.chain.from_iterable(self._rows(batch)))
+        return list(itertools.chain.from_iterable(rows))
 
     def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
         """Returns the documents of each row."""
