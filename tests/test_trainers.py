@@ -113,6 +113,37 @@ def test_trainer_computes_what_one_plain_process_computes(
     assert ranks == 1 or max(runs[0]["degrees"]) >= 2
 
 
+LOGGED: dict[str, dict[str, Any]] = {
+    "in the middle": {"logging_steps": 3, "max_steps": 5},
+    "never": {"logging_steps": 500},
+    "without a filter": {"logging_steps": 500, "logging_nan_inf_filter": False},
+    "evaluated": {"logging_steps": 5, "eval_strategy": "steps", "eval_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "case"),
+    slow_unless(lambda *case: case == (2, 3, "in the middle"), [(r, a, case) for r, a in [(2, 3), (3, 2)] for case in LOGGED]),
+)
+def test_losses_after_the_last_log_are_means_over_ranks(
+    workers: Workers, tmp_path: Path, ranks: int, accumulation: int, case: str
+) -> None:
+    """Transformers adds up those of the first rank, which are of the part of the step that it holds."""
+    runs = workers.run(train, ranks, tmp_path, "qwen2", accumulation, True, LOGGED[case])
+    expected = plain(workers, tmp_path, train, "qwen2", LOGGED[case])
+    for run in runs:
+        assert run["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
+def test_losses_of_sequences_after_the_last_log(workers: Workers, tmp_path: Path, kind: str) -> None:
+    every, never = (workers.run(prefer, 2, tmp_path, kind, True, {"logging_steps": steps}) for steps in (1, 500))
+    expected = every[0]["log"][-1]["train_loss"]
+    for run in never:
+        assert run["log"][-1]["train_loss"] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_get_the_tokens_that_they_hold_and_no_others(workers: Workers, ranks: int) -> None:
     """Documents of one token, without a label, and longer than a rank holds; batches of different sizes, some of them empty."""

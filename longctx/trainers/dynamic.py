@@ -19,7 +19,7 @@ from longctx.parallel.mesh import exchange_groups
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.agreement import agreeing_on_errors, check_same, drawing_together, evaluating_together
+from longctx.trainers.agreement import agreeing_on_errors, averaging, check_same, drawing_together, evaluating_together
 from longctx.trainers.budget import Workload
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
@@ -125,7 +125,7 @@ def _replace_parts(traits: Traits, sharing: Sharing, merge_prefixes: bool) -> li
     if traits.kind == "steps":
         _plan_steps(traits, sharing)
     else:
-        together["get_batch_samples"] = drawing_together
+        together |= {"get_batch_samples": drawing_together, "training_step": averaging}
         if traits.kind == "sequences":
             for model in models:
                 undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))

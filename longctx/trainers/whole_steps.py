@@ -13,14 +13,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.attention.host_to_device import copy_to
 from longctx.data import IGNORED_LABEL
 from longctx.hf.exactness import replaced
-from longctx.trainers.agreement import attempted
+from longctx.trainers.agreement import attempted, mean_over_ranks
 from longctx.trainers.documents import Document, labels_beside_padding, rows_of
 from longctx.trainers.pairs import OF_TARGETS, TARGETS, columns_of, rows_of_pairs
 from longctx.trainers.refusals import TrainerError
@@ -72,7 +71,7 @@ class WholeSteps:
                 last = always or index == len(share.micro_batches) - 1
                 with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                     loss += own.training_step(model, self.dynamic.inputs(model, batch), num_items_in_batch)
-        return loss
+        return mean_over_ranks(loss, self.dynamic) if share.plan else loss
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Adds to the log of a step how it was split."""
@@ -128,9 +127,7 @@ class WholeSteps:
                     of_batch, outputs = self.compute_loss(model, own, return_outputs=True, num_items_in_batch=divisor)
                     loss += of_batch
                     logits.append(outputs["logits"][0].float())
-        if self.dynamic.group is not None:
-            dist.all_reduce(loss, group=self.dynamic.group)
-        loss = loss / self.dynamic.ranks
+        loss = mean_over_ranks(loss, self.dynamic)
         if prediction_loss_only:
             return loss, None, None
         values = self.dynamic.rows_of_batch(share, logits, kept)
