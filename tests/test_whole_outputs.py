@@ -41,7 +41,7 @@ def with_head(kind: str) -> Any:
     config = model(family).config
     config.num_labels = 2 if head == "QuestionAnswering" else CLASSES
     config.pad_token_id, config.classifier_dropout = VOCABULARY - 1, 0.0
-    config.classifier_pooling = "mean"
+    config.classifier_pooling = "cls" if head == "MultipleChoice" else "mean"
     torch.manual_seed(0)
     name = {"qwen2": "Qwen2", "bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[family]
     made = getattr(transformers, f"{name}For{head}")(config)
@@ -51,20 +51,26 @@ def with_head(kind: str) -> Any:
 
 
 def labelled(rows: list[dict[str, Any]], head: str) -> list[dict[str, Any]]:
-    """Rows without the token of padding, with a class a row or for two of three tokens."""
+    """Rows without the token of padding, with a class a row or for two of three tokens, or with two choices."""
     for number, row in enumerate(rows):
         ids = np.array(row["input_ids"]) % (VOCABULARY - 2)
         row["input_ids"] = ids.tolist()
         row["labels"] = {
             "SequenceClassification": number % CLASSES,
             "QuestionAnswering": (len(ids) // 3, len(ids) - 1 - number % 2),  # of an answer, first and last
+            "MultipleChoice": number % 2,
             "TokenClassification": np.where(np.arange(len(ids)) % 3 == 0, -100, ids % CLASSES).tolist(),
         }.get(head, row["labels"])
+        if head == "MultipleChoice":
+            row["input_ids"] = [row["input_ids"], row["input_ids"][::-1][: 1 + number % 7]]
     return rows
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pads with the token of padding, by which a head finds the last token of a row."""
+    if isinstance(rows[0]["input_ids"][0], list):
+        choices = collate([{**row, "input_ids": choice} for row in rows for choice in row["input_ids"]])
+        return {name: each[::2] if name == "labels" else each.view(len(rows), 2, -1) for name, each in choices.items()}
     of_rows = not isinstance(rows[0]["labels"], list)
     padded = pad([{**row, "labels": row["input_ids"]} if of_rows else row for row in rows])
     if of_rows:
@@ -182,9 +188,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "function of three": (3, "function", {"gradient_checkpointing": True}),
     "function on one": (1, "function", {}),
     "subclass": (2, "subclass", {}),
+    "choices": (2, "bert MultipleChoice", {"accumulation": 2, "eval_strategy": "steps", "eval_steps": 2}),
+    "choices of three": (3, "roberta MultipleChoice", {"predicting": True, "prediction_loss_only": False}),
+    "choices on one": (1, "modernbert MultipleChoice", {}),
     "smoothed": (2, "qwen2 TokenClassification", {"label_smoothing_factor": 0.1}),
 }
-QUICK = ("rows", "first token", "tokens", "function")
+QUICK = ("rows", "first token", "tokens", "function", "choices")
 
 
 @pytest.mark.parametrize("case", slow_unless(lambda case: case in QUICK, CASES))

@@ -22,6 +22,8 @@ from longctx.trainers.refusals import TrainerError
 
 PROBED = 8
 """Tokens that a head is tried on."""
+OF_CHOICES = "ForMultipleChoice"
+"""End of the names of models that take [rows, choices, tokens], of which they give their base model every choice as a row."""
 FIELDS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 UNUSED = {*HARMLESS, "margin"} - {"output_hidden_states"}
 """Arguments that change no hidden state; `margin` is that of TRL's reward models."""
@@ -142,6 +144,8 @@ def check_head(model: Any) -> None:
     """Raises TrainerError unless a model's outputs depend on nothing but the last hidden states of its base model."""
     base, name = model.base_model, type(model).__name__
     ids = torch.arange(PROBED, device=next(model.parameters()).device)[None]
+    if name.endswith(OF_CHOICES):
+        ids = torch.stack([ids, ids.flip(1)], 1)
 
     def reduced(own: Any, this: Any, *arguments: Any, **named: Any) -> Any:
         output = own(this, *arguments, **named)
