@@ -100,7 +100,12 @@ def mixed() -> Any:
     return made
 
 
-@pytest.mark.parametrize("make", [added, mixed])
+def of_products() -> Any:
+    """A model with adapters that draw numbers for dropouts that are 0."""
+    return peft.get_peft_model(model(), peft.LoHaConfig(r=4, target_modules=["q_proj"], init_weights=False))
+
+
+@pytest.mark.parametrize("make", [added, mixed, of_products])
 def test_models_that_hold_adapters_in_other_ways(tmp_path: Path, make: Callable[[], Any]) -> None:
     plain, _ = losses(tmp_path, make, dynamic=False, steps=2)
     ours, _ = losses(tmp_path, make, dynamic=True, steps=2)
@@ -118,12 +123,16 @@ DRAW = "adapters draw random numbers in every call, which would be others on eve
             "ADALORA has a forward of its own, whose loss or input would be that of a micro-batch: use adapters of matrices",
         ),
         (peft.PolyConfig(target_modules=["q_proj"], r=4, task_type="CAUSAL_LM"), "POLY has a forward of its own"),
+        (
+            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "is not possible: PROMPT_TUNING adds virtual tokens to every document: use adapters of matrices, such as LoRA$",
+        ),
         (lora("q_proj", alora_invocation_tokens=[5]), "alora_invocation_tokens switch adapters on from a place in the row"),
         (peft.LoHaConfig(target_modules=["q_proj"], module_dropout=0.5), DRAW),
         (peft.LoKrConfig(target_modules=["q_proj"], rank_dropout=0.5), DRAW),
         (peft.PveraConfig(target_modules=["v_proj"]), DRAW),
     ],
-    ids=["own loss", "own input", "places", "dropped modules", "dropped ranks", "sampled"],
+    ids=["own loss", "own input", "prompt", "places", "dropped modules", "dropped ranks", "sampled"],
 )
 def test_adapters_that_do_more_are_refused(tmp_path: Path, config: Any, message: str) -> None:
     """They trained with other losses, or other masks on other ranks, and nothing was said."""

@@ -92,7 +92,8 @@ def mean_over_ranks(loss: torch.Tensor, sharing: Any) -> torch.Tensor:
         return loss
     mean = loss.detach().clone()
     dist.all_reduce(mean, group=sharing.group)
-    return mean / sharing.ranks
+    mean /= sharing.ranks
+    return mean
 
 
 def attempted(function: Callable[[], Any], otherwise: Any) -> tuple[Any, Exception | None]:

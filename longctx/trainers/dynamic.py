@@ -226,9 +226,13 @@ def _note_of_outputs(traits: Traits) -> str:
 
 def _plan_outputs(traits: Traits, undo: contextlib.ExitStack, outputs: PlannedBase) -> None:
     model = traits.model
+    outputs.of_head = not traits.has_unknown_loss
     outputs.means = traits.has_loss_of_head and not traits.args.label_smoothing_factor
+    if outputs.of_head:
+        undo.enter_context(replaced(traits.args, "average_tokens_across_devices", True))  # labels of all ranks are counted
     if outputs.means:
-        undo.enter_context(replaced(traits.trainer, "loss_is_scaled_for_ga", True))
+        undo.enter_context(replaced(traits.trainer, "model_accepts_loss_kwargs", True))
+        undo.enter_context(replaced(traits.trainer, "loss_is_scaled_for_ga", None))
     if type(model).__name__.endswith("ForSequenceClassification") and not traits.encoder:
         outputs.padding = model.config.get_text_config().pad_token_id
     undo.enter_context(_extended(traits.trainer, WholeOutputs, outputs=outputs))

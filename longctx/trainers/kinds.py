@@ -77,6 +77,11 @@ class Traits:
         return type(self.model).__name__.endswith(OTHER_HEADS) and not self.has_own_loss
 
     @property
+    def has_unknown_loss(self) -> bool:
+        """Whether the loss of a batch of rows is a trainer's own, which may or may not be a mean over them."""
+        return self.of_trl is not None or any(is_own(self.trainer, name) for name in LOSS)
+
+    @property
     def has_own_loss(self) -> bool:
         """Whether the trainer computes another loss than its model."""
         own = is_own(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
@@ -86,14 +91,20 @@ class Traits:
 def inner_model(trainer: Any, model: Any) -> Any:
     """Returns the model of transformers inside a model of the trainer and its adapters."""
     inner = trainer.accelerator.unwrap_model(model)
+    if not _is_of_peft(inner):
+        return inner
     tuner = tuner_of(inner)
-    return inner if tuner is None else tuner.model
+    return inner.base_model if tuner is None else tuner.model
 
 
 def tuner_of(unwrapped: Any) -> Any:
-    """Returns what peft has put between its own model and that of transformers; None if the adapters are in the latter."""
-    of_peft = type(unwrapped).__module__.startswith("peft.")
-    return unwrapped.base_model if of_peft else None
+    """Returns what peft has put between its own model and that of transformers; None if there is nothing, as for prompts."""
+    inside = unwrapped.base_model if _is_of_peft(unwrapped) else None
+    return inside if _is_of_peft(inside) else None
+
+
+def _is_of_peft(model: Any) -> bool:
+    return type(model).__module__.startswith("peft.")
 
 
 def _takes_more(function: Any) -> bool:

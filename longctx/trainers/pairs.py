@@ -60,8 +60,7 @@ def rows_of_pairs(batch: Mapping[str, Any], hf: Any, training: bool = True) -> l
     if batch.get("input_ids") is None or (batch.get("labels") is None and batch.get("decoder_input_ids") is None):
         raise TrainerError("the data collator returns no input_ids, or no labels: return both for every record")
     check_shapes(batch, ["input_ids", "attention_mask"])
-    first, *others = (name for name in OF_TARGETS[:3] if batch.get(name) is not None)
-    check_shapes(batch, [first, *others])
+    check_shapes(batch, [name for name in OF_TARGETS[:3] if batch.get(name) is not None])
     fields = (batch.get(name) for name in ("input_ids", "labels", "decoder_input_ids"))
     moved: list[Any] = [None if field is None else field.cpu() for field in fields]
     ids, labels, read = moved

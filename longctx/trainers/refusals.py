@@ -28,6 +28,12 @@ WRAPPED = ("training_step", "prediction_step")
 """Methods that call a model whose outputs the loss needs whole."""
 
 
+UNEVEN = (
+    "the last rows of {} are not as many on every rank, so plain training fills them with others, and nothing says how the "
+    "loss weighs fewer: set dataloader_drop_last=True in {}, a batch size that divides the rows, or compute_loss_func"
+)
+
+
 class TrainerError(UserError):
     """A trainer, model or batch that cannot be trained exactly on split documents."""
 
@@ -60,7 +66,7 @@ def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
 
 def check_arguments(**given: Any) -> None:
     """Raises TrainerError for arguments of `dynamic_context_parallel` of another type, which would be taken for others."""
-    kinds = {
+    kinds: dict[str, tuple[Any, str]] = {
         "profile": ((HardwareProfile, str, Path, type(None)), "a HardwareProfile, its name or file, or None"),
         "merge_prefixes": (bool, "True or False"),
         "own_loss_is_a_token_sum": (bool, "True or False"),
@@ -79,6 +85,7 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
     names = {"sequences": LOSS[:1], "rows": set_on_it, "steps": replaced}[traits.kind]
     problems = [
         *_trainer_problems(traits),
+        *_uneven_problems(traits),
         *_method_problems(traits, names),
         *_argument_problems(traits),
         *_model_problems(traits),
@@ -105,6 +112,19 @@ def _trainer_problems(traits: Traits) -> Iterator[str]:
             "the auxiliary loss of routers is not computed beside images or losses of whole rows: set router_aux_loss_coef=0.0 "
             f"in {type(trainer.args).__name__}, or output_router_logits=False in the model's config"
         )
+
+
+def _uneven_problems(traits: Traits) -> Iterator[str]:
+    """Yields what is wrong with the end of an epoch for a loss that may or may not be a mean over rows."""
+    trainer, args = traits.trainer, traits.args
+    if traits.kind != "rows" or not traits.has_unknown_loss or args.dataloader_drop_last or args.world_size == 1:
+        return
+    data, batch = trainer.train_dataset, args.per_device_train_batch_size * args.world_size
+    if data is None or not hasattr(data, "__len__") or len(data) % batch == 0:
+        return
+    full_steps = len(data) // (batch * args.gradient_accumulation_steps)
+    if args.max_steps <= 0 or args.max_steps > full_steps:
+        yield UNEVEN.format(f"train_dataset ({len(data):,} by {batch:,})", type(args).__name__)
 
 
 def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
@@ -198,12 +218,18 @@ def _adapter_problems(traits: Traits) -> Iterator[str]:
             found.append(f"{kind} has a forward of its own, whose loss or input would be that of a micro-batch: {way}")
         if getattr(config, "alora_invocation_tokens", None):
             found.append("alora_invocation_tokens switch adapters on from a place in the row, not in the document: omit them")
-    if not found and _draws(traits.model):
+    if not found and not any(map(_drops_nothing, traits.adapters.values())) and _draws(traits.model):
         found.append(
             "the adapters draw random numbers in every call, which would be others on every rank: set their dropout to 0, or "
             "use LoRA, whose dropout is the same under any split"
         )
     yield from found
+
+
+def _drops_nothing(config: Any) -> bool:
+    """Returns whether adapters draw only numbers that they compare with a dropout of modules that is 0, as LoHa and LoKr."""
+    dropouts = {name: value for name, value in vars(config).items() if name.endswith("dropout")}
+    return "module_dropout" in dropouts and not any(dropouts.values())
 
 
 def _draws(model: Any) -> bool:
