@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from longctx.trainers import TrainerError, dynamic_context_parallel
-from longctx.trainers.documents import Document
 from tests.test_trainers import assert_equal, plain, trainer
 from tests.trainer_cases import PROFILE, finetune, model, train
 from tests.workers import Workers
@@ -47,29 +44,35 @@ def test_sft(workers: Workers, tmp_path: Path, ranks: int, accumulation: int) ->
     assert len(logs[0]) == 4 and logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
-def test_several_micro_batches_are_weighted_by_their_tokens(tmp_path: Path) -> None:
-    """Loss and gradients are those of plain transformers, which takes the documents of every micro-batch as a padded batch."""
-    made, alone = model("qwen3_moe"), model("qwen3_moe")
-    ours = trainer(tmp_path, of=made)
-    dynamic_context_parallel(ours, tokens_per_rank=40, profile=PROFILE)
-    assert made.config.output_router_logits
-    random = np.random.default_rng(0)
-    ids = [random.integers(0, 128, length) for length in (30, 7, 19, 12)]
-    share = ours.dynamic.share([[Document(each, np.append(each[1:], -100)) for each in ids]])
-    assert len(share.micro_batches) > 1
-    with ours._metrics_of_the_step(share):
-        for batch in share.micro_batches:
-            made(**ours.dynamic.inputs(made, batch)).aux_loss.backward()
-    for placed in ours.dynamic.plans[-1].micro_batches:
-        rows = [torch.from_numpy(ids[each.document]) for each in placed]
-        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        (alone(input_ids=padded, attention_mask=mask).aux_loss * mask.sum() / share.tokens).backward()
-    for name, weight in made.named_parameters():
-        expected = alone.get_parameter(name).grad
-        assert (weight.grad is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-7)
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "options"),
+    [
+        (2, 2, {"num_train_epochs": 1}),
+        pytest.param(3, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, {"bf16": False, "gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"average_tokens_across_devices": False}, marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "three ranks", "recomputed", "not averaged"],
+)
+def test_steps_of_several_micro_batches(
+    workers: Workers, tmp_path: Path, ranks: int, accumulation: int, options: dict[str, Any]
+) -> None:
+    """Experts are counted over the step, as in the plain run, whose batch it is; in evaluations, too."""
+    expected = plain(workers, tmp_path, train, "qwen3_moe", {"num_train_epochs": options.get("num_train_epochs", 2)})
+    runs = workers.run(train, ranks, tmp_path, "qwen3_moe", accumulation, True, options)
+    assert_equal(runs, expected)
+    assert runs[0]["micro_batches"] > 1
+
+
+@pytest.mark.slow
+def test_metrics_of_several_micro_batches(workers: Workers, tmp_path: Path) -> None:
+    options = {"kind": "qwen3_moe", "router_aux_loss_coef": 0.25, "num_train_epochs": 1}
+    runs = workers.run(finetune, 2, tmp_path, 3, True, options)
+    expected = plain(workers, tmp_path, finetune, options)
+    assert_equal(runs, expected)
+    assert runs[0]["micro_batches"] > 1
+    logs = [[entry["aux_loss"] for entry in run["log"] if "aux_loss" in entry] for run in (runs[0], expected)]
+    assert len(logs[0]) == 4 and logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
 def test_another_loss_of_routers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,15 @@
 """Dynamic context parallelism in trainers of transformers and TRL: what one plain process computes, on any number of ranks."""
 
+import contextlib
 import copy
+import functools
 import json
+import pickle
 import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from accelerate.state import GradientState
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainerCallback
 
 from longctx.errors import UserError
 from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from longctx.trainers.fused_head import PlannedHead
 from longctx.trainers.kinds import Traits
-from longctx.trainers.prepared import prepared, replaced_method
+from longctx.trainers.prepared import attention_of, prepared, replaced_method
 from longctx.trainers.refusals import notes_on_data
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_steps import own_rows_of_last_batch
@@ -62,7 +69,7 @@ OF_TOKENS = ("mean_token_accuracy", "eval_mean_token_accuracy")
 PROFILES = Path(__file__).resolve().parents[1] / "longctx" / "planning" / "profiles"
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
 PREDICTING = {"predicting": True, "prediction_loss_only": False, "num_train_epochs": 1}
-REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": WRAPPED}
 
 
@@ -104,6 +111,37 @@ def test_trainer_computes_what_one_plain_process_computes(
     assert len(steps) == 8 and max(entry["highest_degree"] for entry in steps) == max(runs[0]["degrees"])
     assert all((entry["highest_degree"] > 1) == (entry["split_documents"] > 0) for entry in steps)
     assert ranks == 1 or max(runs[0]["degrees"]) >= 2
+
+
+LOGGED: dict[str, dict[str, Any]] = {
+    "in the middle": {"logging_steps": 3, "max_steps": 5},
+    "never": {"logging_steps": 500},
+    "without a filter": {"logging_steps": 500, "logging_nan_inf_filter": False},
+    "evaluated": {"logging_steps": 5, "eval_strategy": "steps", "eval_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "case"),
+    slow_unless(lambda *case: case == (2, 3, "in the middle"), [(r, a, case) for r, a in [(2, 3), (3, 2)] for case in LOGGED]),
+)
+def test_losses_after_the_last_log_are_means_over_ranks(
+    workers: Workers, tmp_path: Path, ranks: int, accumulation: int, case: str
+) -> None:
+    """Transformers adds up those of the first rank, which are of the part of the step that it holds."""
+    runs = workers.run(train, ranks, tmp_path, "qwen2", accumulation, True, LOGGED[case])
+    expected = plain(workers, tmp_path, train, "qwen2", LOGGED[case])
+    for run in runs:
+        assert run["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
+def test_losses_of_sequences_after_the_last_log(workers: Workers, tmp_path: Path, kind: str) -> None:
+    every, never = (workers.run(prefer, 2, tmp_path, kind, True, {"logging_steps": steps}) for steps in (1, 500))
+    expected = every[0]["log"][-1]["train_loss"]
+    for run in never:
+        assert run["log"][-1]["train_loss"] == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -379,6 +417,86 @@ def test_restored_it_is_as_before(tmp_path: Path) -> None:
     restore(ours)  # does nothing
 
 
+def left_on(ours: Any) -> dict[str, Any]:
+    """Returns what is set on a trainer, and the functions that are set on its parts and on its model, all by name."""
+    owners = {"accelerator": ours.accelerator, **dict(ours.model.named_modules(prefix="model"))}
+    functions = {
+        f"{name}.{key}": getattr(value, "__qualname__", "")
+        for name, owner in owners.items()
+        for key, value in vars(owner).items()
+        if callable(value)
+    }
+    names = {name: type(value).__name__ for name, value in vars(ours).items()}
+    return {"class": type(ours).__qualname__, "names": names, "functions": functions, "attention": attention_of(ours.model)}
+
+
+def restored(folder: Path, kind: str, head: str, options: dict[str, Any], rounds: int) -> tuple[list[float], dict[str, Any]]:
+    """Trains so often with dynamic context parallelism, which fails in the middle of the second training, and is restored
+    each time. Returns the losses of a plain training after that, from the first weights, and what is left on the trainer.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    from tests.test_whole_outputs import collate, labelled, with_head
+
+    ranks, number = as_rank(), 0
+    rows = labelled(documents(), head) if head else documents()
+
+    def collated(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if number == 1 and any(row is rows[20] for row in batch):
+            raise KeyError("text")
+        return collate(batch) if head else pad(batch)
+
+    made = with_head(f"{kind} {head}") if head else model(kind)
+    args = arguments(folder, ranks, 1, eval_strategy="no", num_train_epochs=1, **options)
+    ours, begin = Trainer(made, TrainingArguments(**args), collated, rows), copy.deepcopy(made.state_dict())
+    for number in range(rounds):
+        dynamic_context_parallel(ours, profile=PROFILE, tokens_per_rank=200)
+        with pytest.raises((KeyError, TrainerError), match="text") if number == 1 else contextlib.nullcontext():
+            ours.train()
+        restore(ours)
+    number = rounds
+    if not rounds:
+        ours.train()
+    made.load_state_dict(begin)
+    ours.optimizer = ours.lr_scheduler = None
+    torch.manual_seed(0)
+    ours.train()
+    return [entry["loss"] for entry in ours.state.log_history if "loss" in entry], left_on(ours)
+
+
+RESTORED: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "steps": (1, "qwen2", "", {}),
+    "autocast": (1, "qwen2", "", {"bf16": True}),
+    "rows": (1, "qwen2", "SequenceClassification", {}),
+    "answers": (1, "roberta", "QuestionAnswering", {}),
+    "router": (1, "qwen3_moe", "", {"bf16": True}),
+    "linear attention": (1, "mamba2", "", {}),
+    "recomputed": (1, "deepseek_v3", "", {"gradient_checkpointing": True}),
+    "noise": (1, "qwen2", "", {"neftune_noise_alpha": 5.0}),
+    "encoder": (2, "bert", "", {}),
+    "two ranks": (2, "qwen2", "", {"bf16": True}),
+    "rows on three": (3, "qwen2", "TokenClassification", {}),
+}
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case == "autocast", RESTORED))
+def test_it_is_restored_any_number_of_times(workers: Workers, tmp_path: Path, case: str) -> None:
+    """Also after an error in the middle; nothing is left, and autocast, which accelerate puts around the model, stays."""
+    ranks, *kind = RESTORED[case]
+    expected = workers.run(restored, ranks, tmp_path, *kind, 0)
+    for ours, plain in zip(workers.run(restored, ranks, tmp_path, *kind, 3), expected, strict=True):
+        assert len(plain[0]) == 4 and ours == plain
+
+
+def test_a_restored_trainer_is_pickled(tmp_path: Path) -> None:
+    """As a plain one before it has trained: accelerate keeps references to loaders that cannot be pickled."""
+    GradientState._reset_state()
+    ours = trainer(tmp_path)
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    restore(ours)
+    assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
+
+
 def test_training_ends_when_the_step_after_the_last_one_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may wait for it; and a second training begins with a step of its own."""
     ours, share = trainer(tmp_path, max_steps=1), Sharing.share
@@ -414,7 +532,6 @@ def groups_made(folder: Path) -> list[int]:
 def errors_printed(folder: Path, compiled: list[bool], count: int, *given: dict[str, Any]) -> str:
     """Returns what this rank prints of the error that it raises, if it is told to compile, has so many documents, or is given
     this in the place of a profile."""
-    import contextlib
     import io
     import sys
 
@@ -439,7 +556,6 @@ def errors_printed(folder: Path, compiled: list[bool], count: int, *given: dict[
 
 def error_of_data(folder: Path, where: str, loss: Any, evaluates: bool) -> tuple[str, str]:
     """Returns what this rank raises and prints, if data of rank 1 alone cannot be read in the second step or evaluation."""
-    import contextlib
     import io
     import sys
 
@@ -642,6 +758,7 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path, of: Callable[[], Any], 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("Trainer", REENTRANT | {"ddp_find_unused_parameters": True}, "use_reentrant is True, with which DDP sees weights"),
         ("Trainer", {"ddp_static_graph": True}, "ddp_static_graph is True.*omit it"),
         ("RewardTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
         ("DPOTrainer", REENTRANT, "use_reentrant is True.*use_reentrant': False"),
@@ -653,9 +770,75 @@ def test_settings_that_ddp_does_not_bear_are_refused(
     ours = trainer(tmp_path, **options)
     if name != "Trainer":
         as_trl(name)(ours)
+    elif "ddp_find_unused_parameters" in options:
+        ours.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     monkeypatch.setattr(type(ours.args), "world_size", 2)
     with pytest.raises(TrainerError, match=message):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def recomputing(function: Any) -> Any:
+    """A model that calls this function for the layers that it computes again."""
+    made = model()
+    made._set_gradient_checkpointing(gradient_checkpointing_func=function)
+    return made
+
+
+@functools.wraps(partial(checkpoint, use_reentrant=True), assigned=())
+def watched(*given: Any, **named: Any) -> Any:
+    """As tools that look at what is computed again."""
+    return checkpoint(*given, use_reentrant=True, **named)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "refused"),
+    [
+        (partial(checkpoint, use_reentrant=True), {}, True),
+        (partial(checkpoint, preserve_rng_state=True), {}, True),
+        (checkpoint, {}, True),
+        (watched, {}, True),
+        (partial(checkpoint, use_reentrant=False), {}, False),
+        (partial(checkpoint, use_reentrant=True), {"gradient_checkpointing": True}, False),
+        (None, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"preserve_rng_state": True}}, True),
+        (None, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}, False),
+    ],
+    ids=["model", "default", "bare", "watched", "not reentrant", "arguments come later", "default of arguments", "layers"],
+)
+def test_reentrant_recomputation_is_found_wherever_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any, options: dict[str, Any], refused: bool
+) -> None:
+    """DDP would end with `mark a variable ready only once`."""
+    ours = trainer(tmp_path, of=model() if function is None else recomputing(function), **options)
+    as_trl("DPOTrainer")(ours)
+    traits = Traits(ours, False)
+    assert traits.recomputes and traits.reentrant == refused
+    monkeypatch.setattr(type(ours.args), "world_size", 2)
+    message = "use_reentrant is True, with which DDP takes one call" if refused else "^$"
+    if refused:
+        with pytest.raises(TrainerError, match=message):
+            dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def test_a_trainer_that_asks_for_means_of_batches_gets_those_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Axolotl's, and one that says that its loss is to be divided by the number of batches."""
+    from transformers import Trainer
+
+    class Means(Trainer):
+        loss_is_scaled_for_ga = False
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.model_accepts_loss_kwargs = False
+
+    plain, ours = trainer(tmp_path, max_steps=2), trainer(tmp_path, kind=Means, max_steps=2, gradient_accumulation_steps=3)
+    ours._train_batch_size = ours.args.per_device_train_batch_size = 4
+    dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+    assert "mean over the tokens of a step; that of Means would be a mean of means of batches" in capsys.readouterr().out
+    assert ours.train().training_loss == pytest.approx(plain.train().training_loss, rel=1e-6)
+    restore(ours)
+    assert not ours.model_accepts_loss_kwargs and not ours.loss_is_scaled_for_ga
 
 
 def test_devices_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,7 +871,6 @@ def as_trl(name: str) -> Callable[[Any], None]:
         (lambda ours: setattr(ours, "get_sp_size", lambda: 4), "sp_size is 4: leave it at 1"),
         (lambda ours: setattr(ours, "get_tp_size", lambda: 8), "tp_size is 8: leave it at 1"),
         (lambda ours: setattr(ours, "model_init", model), "model_init builds another model.*pass model=model_init"),
-        (lambda ours: setattr(ours, "model_accepts_loss_kwargs", False), "takes no num_items_in_batch"),
         (
             as_trl("DistillationTrainer"),
             "DistillationTrainer is not supported: use transformers.Trainer, SFTTrainer",
@@ -706,7 +888,6 @@ def as_trl(name: str) -> Callable[[Any], None]:
         "sp",
         "tp",
         "model_init",
-        "other loss",
         "other of TRL",
         "smoothing in TRL",
     ],
@@ -795,6 +976,86 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(tmp_path: P
         streamed.train()
 
 
+class Unbuilt(Trainer):
+    def __init__(self) -> None:
+        """Forgets to call that of `Trainer`."""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "trainer is an object of NoneType: give the transformers.Trainer"),
+        (Trainer, "trainer is the class Trainer: give the transformers.Trainer"),
+        ({}, "trainer is an object of dict"),
+        (torch.nn.Linear(2, 2), r"trainer is an object of Linear.*own calls prepare\(model\)"),
+        (Unbuilt(), "trainer is an object of Unbuilt without args: its __init__ must call that of Trainer first"),
+    ],
+)
+def test_what_is_no_trainer_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(given)
+
+
+def not_of_tokens() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=16)
+    return transformers.ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.Sequential(torch.nn.Embedding(8, 8)), "model of Trainer is a Sequential, no PreTrainedModel"),
+        (not_of_tokens, "ViTForImageClassification has no embedding of tokens and blocks of attention"),
+        (lambda: model().model, "Qwen2Model has no head, and so no loss"),
+    ],
+    ids=["as that of sentence-transformers", "images", "bare"],
+)
+def test_models_without_tokens_or_a_loss_are_refused(tmp_path: Path, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TrainerError, match=message):
+        dynamic_context_parallel(trainer(tmp_path, of=make()), tokens_per_rank=200, profile=PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tokens_per_rank", 0, "tokens_per_rank is 0: must be a whole number"),
+        ("profile", {}, r"profile is \{\}: give a HardwareProfile"),
+        ("profile", "", "profile is '': give a HardwareProfile"),
+        ("profile", 3, "profile is 3: give a HardwareProfile"),
+        ("merge_prefixes", "no", "merge_prefixes is 'no': give True or False"),
+        ("own_loss_is_a_token_sum", 1, "own_loss_is_a_token_sum is 1: give True or False"),
+    ],
+)
+def test_arguments_that_would_be_taken_for_others_are_refused(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        dynamic_context_parallel(trainer(tmp_path), **{"tokens_per_rank": 200, "profile": PROFILE, name: value})
+
+
+def flattened(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """A data collator of examples, or lists of them, which it joins."""
+    examples = [each for row in rows for each in (row if isinstance(row, list) else [row])]
+    names = "input_ids", "labels"
+    joined = {name: torch.tensor([[token for each in examples for token in each[name]]]) for name in names}
+    places = [place for each in examples for place in range(len(each["input_ids"]))]
+    return joined | {"position_ids": torch.tensor([places])}
+
+
+def test_rows_that_are_lists_of_examples(tmp_path: Path) -> None:
+    """As ms-swift packs: every document is trained once, and those that fill the last batch are not repeated."""
+    rows = documents()
+    packed = [rows[start : start + 3] for start in range(0, 39, 3)]
+    ours = trainer(tmp_path, data=packed, per_device_train_batch_size=4, num_train_epochs=1)
+    ours.data_collator = flattened
+    dynamic_context_parallel(ours, tokens_per_rank=600, profile=PROFILE)
+    ours.train()
+    trained = sorted(length for plan in ours.dynamic.plans for length in plan.lengths)
+    kept = [len(row["input_ids"]) for row in rows[:39] if set(row["labels"][1:]) != {-100}]
+    assert trained == sorted(kept)
+
+
 def test_a_version_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Trainer
 
@@ -845,6 +1106,10 @@ def test_what_plain_training_would_count_otherwise_is_said(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("attention_mask", lambda n: torch.ones(1, n, n), "attention_mask has 4 axes: return one of"),
+        ("attention_mask", lambda n: 1 + torch.arange(n) // 9, "attention_mask has 2, but must be 1 for tokens and 0 for"),
+        ("attention_mask", lambda n: torch.ones(n - 1), "attention_mask has the shape"),
+        ("labels", lambda n: torch.ones(n), "labels is of float32: return whole numbers"),
         ("token_type_ids", 0, "the data collator returns token_type_ids, which splitting documents would lose"),
         ("attention_mask", lambda n: torch.arange(n) != 3, "attention_mask leaves out tokens between others in row 0"),
         ("position_ids", lambda n: torch.arange(n) + 2, "position_ids of row 0 have 2 first, but documents count 0, 1, 2"),
@@ -852,14 +1117,25 @@ def test_what_plain_training_would_count_otherwise_is_said(
         ("position_ids", lambda n: torch.arange(n).clamp(max=2), "position_ids of row 0 have 2 after 2"),
         ("seq_idx", lambda n: torch.arange(n) > 4, "returns seq_idx, but no position_ids, by which rows are cut"),
     ],
-    ids=["segments", "holes", "offset", "skipped positions", "repeated positions", "packed without positions"],
+    ids=[
+        "axes",
+        "numbers of documents",
+        "short",
+        "floats",
+        "segments",
+        "holes",
+        "offset",
+        "skipped positions",
+        "repeated positions",
+        "packed without positions",
+    ],
 )
 def test_what_would_be_lost_of_a_batch_is_refused(tmp_path: Path, name: str, value: Any, message: str) -> None:
     ours = trainer(tmp_path)
     collate = ours.data_collator
     ours.data_collator = lambda rows: {
         **(batch := collate(rows)),
-        name: (value or torch.ones)(batch["labels"].shape[1]).expand(len(rows), -1),
+        name: (value or torch.ones)(batch["labels"].shape[1])[None].repeat_interleave(len(rows), dim=0),
     }
     dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
     with pytest.raises(TrainerError, match=message):

@@ -12,6 +12,7 @@ from longctx.trainers import TrainerError, dynamic_context_parallel, restore
 from tests.marks import slow_unless
 from tests.test_trainers import trainer
 from tests.trainer_cases import (
+    DOCUMENTS,
     LONGEST,
     PROFILE,
     TOKENS_PER_RANK,
@@ -41,7 +42,7 @@ def with_head(kind: str) -> Any:
     config = model(family).config
     config.num_labels = 2 if head == "QuestionAnswering" else CLASSES
     config.pad_token_id, config.classifier_dropout = VOCABULARY - 1, 0.0
-    config.classifier_pooling = "mean"
+    config.classifier_pooling = "cls" if head == "MultipleChoice" else "mean"
     torch.manual_seed(0)
     name = {"qwen2": "Qwen2", "bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[family]
     made = getattr(transformers, f"{name}For{head}")(config)
@@ -51,20 +52,26 @@ def with_head(kind: str) -> Any:
 
 
 def labelled(rows: list[dict[str, Any]], head: str) -> list[dict[str, Any]]:
-    """Rows without the token of padding, with a class a row or for two of three tokens."""
+    """Rows without the token of padding, with a class a row or for two of three tokens, or with two choices."""
     for number, row in enumerate(rows):
         ids = np.array(row["input_ids"]) % (VOCABULARY - 2)
         row["input_ids"] = ids.tolist()
         row["labels"] = {
             "SequenceClassification": number % CLASSES,
             "QuestionAnswering": (len(ids) // 3, len(ids) - 1 - number % 2),  # of an answer, first and last
+            "MultipleChoice": number % 2,
             "TokenClassification": np.where(np.arange(len(ids)) % 3 == 0, -100, ids % CLASSES).tolist(),
         }.get(head, row["labels"])
+        if head == "MultipleChoice":
+            row["input_ids"] = [row["input_ids"], row["input_ids"][::-1][: 1 + number % 7]]
     return rows
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pads with the token of padding, by which a head finds the last token of a row."""
+    if isinstance(rows[0]["input_ids"][0], list):
+        choices = collate([{**row, "input_ids": choice} for row in rows for choice in row["input_ids"]])
+        return {name: each[::2] if name == "labels" else each.view(len(rows), 2, -1) for name, each in choices.items()}
     of_rows = not isinstance(rows[0]["labels"], list)
     padded = pad([{**row, "labels": row["input_ids"]} if of_rows else row for row in rows])
     if of_rows:
@@ -92,7 +99,8 @@ def run(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict
         select_fsdp_on_cpus()
     budget = options.pop("budget", {"tokens_per_rank": TOKENS_PER_RANK if ranks > 1 else LONGEST})
     accumulation, predicting = options.pop("accumulation", 1), options.pop("predicting", False)
-    evaluating = options.pop("evaluating", False)
+    evaluating, rows = options.pop("evaluating", False), options.pop("rows", DOCUMENTS)
+    evaluated = 19 if options.pop("uneven", False) else 12
 
     class Own(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
@@ -101,12 +109,16 @@ def run(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict
             return (loss, outputs) if return_outputs else loss
 
     of_tokens = kind in ("function", "subclass")
+
+    def of_kind(read: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return read if of_tokens else labelled(read, kind.split()[1])
+
     ours = (Own if kind == "subclass" else Trainer)(
         model() if of_tokens else with_head(kind),
         TrainingArguments(**arguments(folder, ranks, accumulation, **{**STEPS, **options})),
         data_collator=pad if of_tokens else collate,
-        train_dataset=documents() if of_tokens else labelled(documents(), kind.split()[1]),
-        eval_dataset=documents(12, 1) if of_tokens else labelled(documents(12, 1), kind.split()[1]),
+        train_dataset=of_kind(documents()[:rows]),
+        eval_dataset=of_kind(documents(evaluated, 1)),
         compute_loss_func=weighed if kind == "function" else None,
     )
     if dynamic:
@@ -114,8 +126,7 @@ def run(folder: Path, kind: str, dynamic: bool, options: dict[str, Any]) -> dict
     if evaluating:
         ours.evaluate()
     ours.train()
-    rows = documents(6, seed=2) if of_tokens else labelled(documents(6, seed=2), kind.split()[1])
-    return report(ours) | {"predictions": ours.predict(rows).predictions if predicting else None}
+    return report(ours) | {"predictions": ours.predict(of_kind(documents(6, seed=2))).predictions if predicting else None}
 
 
 def reward(folder: Path, dynamic: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -182,9 +193,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "function of three": (3, "function", {"gradient_checkpointing": True}),
     "function on one": (1, "function", {}),
     "subclass": (2, "subclass", {}),
+    "choices": (2, "bert MultipleChoice", {"accumulation": 2, "eval_strategy": "steps", "eval_steps": 2}),
+    "choices of three": (3, "roberta MultipleChoice", {"predicting": True, "prediction_loss_only": False}),
+    "choices on one": (1, "modernbert MultipleChoice", {}),
     "smoothed": (2, "qwen2 TokenClassification", {"label_smoothing_factor": 0.1}),
 }
-QUICK = ("rows", "first token", "tokens", "function")
+QUICK = ("rows", "first token", "tokens", "function", "choices")
 
 
 @pytest.mark.parametrize("case", slow_unless(lambda case: case in QUICK, CASES))
@@ -198,6 +212,76 @@ def test_whole_rows(workers: Workers, tmp_path: Path, case: str) -> None:
         kept = np.abs(runs[0]["predictions"]) > 0  # logits of padding are those of hidden states 0
         assert kept.mean() > 0.2 and runs[0]["predictions"].shape == expected["predictions"].shape
         np.testing.assert_allclose(runs[0]["predictions"][kept], expected["predictions"][kept], rtol=0, atol=1e-5)
+
+
+SPLIT_BATCHES: dict[str, Any] = {"per_device_train_batch_size": 12, "per_device_eval_batch_size": 12}
+SPLIT_BATCHES |= {"accelerator_config": {"split_batches": True}, "eval_strategy": "no"}
+UNEVEN: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "classes": (2, "qwen2 SequenceClassification", {"predicting": True, "prediction_loss_only": False}),
+    "classes of three": (3, "qwen2 SequenceClassification", {"accumulation": 2}),
+    "classes on one": (1, "qwen2 SequenceClassification", {"accumulation": 3}),
+    "tokens": (2, "roberta TokenClassification", {"accumulation": 3}),
+    "answers": (3, "qwen2 QuestionAnswering", {"accumulation": 2}),
+    "answers on one": (1, "qwen2 QuestionAnswering", {"accumulation": 4}),
+    "choices": (3, "bert MultipleChoice", {}),
+    "function": (2, "function", {"accumulation": 2}),
+    "smoothed": (3, "qwen2 TokenClassification", {"label_smoothing_factor": 0.1}),
+    "one row for three": (3, "qwen2 SequenceClassification", {"rows": 1}),
+    "thirteen": (2, "qwen2 SequenceClassification", {"rows": 13, "accumulation": 3}),
+    "not averaged": (2, "qwen2 SequenceClassification", {"average_tokens_across_devices": False}),
+    "dropped": (2, "qwen2 SequenceClassification", {"dataloader_drop_last": True}),
+    "split batches": (2, "qwen2 SequenceClassification", SPLIT_BATCHES),
+}
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case in ("classes", "one row for three"), UNEVEN))
+def test_every_row_counts_once_at_the_end_of_an_epoch(workers: Workers, tmp_path: Path, case: str) -> None:
+    """41 documents in steps of 12, and 19 in evaluations: accelerate fills the last ones with the first documents."""
+    ranks, kind, options = UNEVEN[case]
+    whole: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "uneven": True}
+    plain = {name: value for name, value in options.items() if name not in ("accumulation", "accelerator_config")}
+    if "Answering" in kind:  # plain training looks for answers in padding
+        plain, whole["eval_strategy"] = {"accumulation": 12}, "no"
+    (expected,) = workers.run(run, 1, tmp_path / "plain", kind, False, whole | plain)
+    runs = workers.run(run, ranks, tmp_path / "ours", kind, True, whole | options)
+    assert_same(runs, expected, split=False)
+    if "predicting" in options:
+        assert runs[0]["predictions"].shape == expected["predictions"].shape
+
+
+def refused_end(folder: Path, attached: bool) -> str:
+    """Returns why a trainer whose loss is unknown is refused for 41 rows in steps of 12, when it gets a plan or at the end."""
+    from transformers import Trainer, TrainingArguments
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            loss = model(**inputs).logits[:, 0].sum()
+            return (loss, None) if return_outputs else loss
+
+        def get_train_dataloader(self) -> Any:
+            self.train_dataset = data
+            return super().get_train_dataloader()
+
+    ranks, data = as_rank(), documents()
+    args = TrainingArguments(**arguments(folder, ranks, 1, **{**STEPS, "max_steps": -1, "num_train_epochs": 1}))
+    ours = Own(model(), args, pad, data if attached else data[:36])
+    try:
+        dynamic_context_parallel(ours, profile=PROFILE, tokens_per_rank=TOKENS_PER_RANK)
+        assert not attached
+        ours.train()
+    except TrainerError as error:
+        return str(error)
+    finally:
+        restore(ours)
+    return ""
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_unknown_losses_of_an_uneven_end_are_refused_on_all_ranks(workers: Workers, tmp_path: Path, attached: bool) -> None:
+    """Nothing says whether they are means over rows; some ranks have rows of their own in the last batches, and others none."""
+    for told in workers.run(refused_end, 2, tmp_path, attached):
+        assert ("train_dataset (41 by 12)" in told) == attached
+        assert "are not as many on every rank" in told and "set dataloader_drop_last=True in TrainingArguments" in told
 
 
 ANSWERED = [("qwen2", 1), ("qwen2", 2), ("roberta", 3)]

@@ -257,9 +257,11 @@ def conversations(count: int = DOCUMENTS, seed: int = 0) -> list[dict[str, Any]]
 
 
 def adapters(lora: bool | str | float) -> Any:
-    """LoRA, DoRA ("dora"), or LoRA with a dropout."""
+    """LoRA, DoRA ("dora"), LoRA of the embedding ("embedding"), or LoRA with a dropout."""
     from peft import LoraConfig
 
+    if lora == "embedding":
+        return LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
     kinds = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": lora == "dora"}
     return LoraConfig(r=4, lora_dropout=lora if isinstance(lora, float) else 0.0, **kinds) if lora else None
 

@@ -267,7 +267,7 @@ class Probe:
         self.embeddings = {model.get_input_embeddings()}
         if getattr(model.config, "is_encoder_decoder", False):
             self.embeddings.add(model.get_decoder().get_input_embeddings())
-        self.entries = min(embedding.num_embeddings for embedding in self.embeddings)
+        self.entries = min(entries_of(embedding) for embedding in self.embeddings)
         self.device = next(model.get_input_embeddings().parameters()).device
         # Rounding may differ between rows, and in 16 bits may route a token to other experts.
         self.tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
@@ -387,6 +387,18 @@ class _AloneRecurrence(Recurrence):
     def attend(self, *arguments: Any) -> torch.Tensor:
         self.seen.append(torch.cat([x.flatten(1) for x in arguments[:5] if x is not None], dim=1))
         return super().attend(*arguments)
+
+
+def entries_of(embedding: torch.nn.Module) -> int:
+    """Returns the number of tokens of an embedding, also of one that adapters wrap. Raises HuggingFaceError."""
+    for part in embedding.modules():
+        entries = getattr(part, "num_embeddings", None)
+        if isinstance(entries, int):
+            return entries
+    raise HuggingFaceError(
+        f"the embedding of tokens is a {type(embedding).__name__}, in which no part has num_embeddings: "
+        "use torch.nn.Embedding, or a subclass"
+    )
 
 
 def _poison(_module: torch.nn.Module, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

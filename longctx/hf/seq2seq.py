@@ -11,7 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from longctx.hf.exactness import Alone, HuggingFaceError, Probe, check_finite, check_loss, check_rows, evaluating, run_checked
+from longctx.hf.exactness import (
+    Alone,
+    HuggingFaceError,
+    Probe,
+    check_finite,
+    check_loss,
+    check_rows,
+    entries_of,
+    evaluating,
+    run_checked,
+)
 
 Role = Literal["encoder", "decoder", "cross"]
 ROLES: tuple[Role, ...] = ("encoder", "decoder", "cross")
@@ -131,7 +141,7 @@ def find_roles(model: Any) -> None:
     """
     finder, name = _FindRoles(), type(model).__name__
     embedding = model.get_input_embeddings()
-    ids = torch.arange(TARGET_TOKENS, device=embedding.weight.device).unsqueeze(0) % embedding.num_embeddings
+    ids = torch.arange(TARGET_TOKENS, device=embedding.weight.device).unsqueeze(0) % entries_of(embedding)
     places = torch.arange(TARGET_TOKENS, device=ids.device).unsqueeze(0)
     inputs = attention_inputs(ids, places, ids[:, :SOURCE_TOKENS], places[:, :SOURCE_TOKENS])
     run_checked(model, name, **inputs, ring_attention=finder)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from longctx.errors import UserError
@@ -77,6 +78,22 @@ def drawn(sharing: Any, batches: Iterator[Any], count: int) -> list[Any]:
     found, error = attempted(functools.partial(list, itertools.islice(batches, count)), [])
     sharing.end_all(error)
     return found
+
+
+def averaging(sharing: Any, own: Any, trainer: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+    """Calls `training_step` of a trainer, and returns the mean of its loss over the ranks: what transformers adds up after the
+    last log, and looks for NaN in, would be the first rank's alone. Collective."""
+    return mean_over_ranks(own(trainer, *arguments, **named), sharing)
+
+
+def mean_over_ranks(loss: torch.Tensor, sharing: Any) -> torch.Tensor:
+    """Returns the mean of a loss over the ranks. Collective."""
+    if sharing.group is None:
+        return loss
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, group=sharing.group)
+    mean /= sharing.ranks
+    return mean
 
 
 def attempted(function: Callable[[], Any], otherwise: Any) -> tuple[Any, Exception | None]:

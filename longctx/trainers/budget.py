@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.config import Config, load
+from longctx.errors import UserError, brief
 from longctx.hf.lora import with_adapters
 from longctx.hf.model import block_name
 from longctx.hf.spec import spec_of, spec_of_seq2seq
@@ -60,7 +61,7 @@ class Workload:
         settings = [
             f"train.device={args.device.type}",
             f"train.dtype={'bfloat16' if in_bfloat16 else 'float32'}",
-            f"train.recompute={'full' if args.gradient_checkpointing else 'none'}",
+            f"train.recompute={'full' if traits.recomputes else 'none'}",
             f"parallel.shard_ranks={ranks if traits.trainer.is_fsdp_enabled else 1}",
         ]
         config = load(None, settings, world_size=ranks)
@@ -122,6 +123,18 @@ class Workload:
 
 def _spec_of(traits: Traits) -> ModelSpec:
     """Returns the sizes of the trainer's model with its adapters. Raises TrainerError."""
+    try:
+        return _sizes(traits)
+    except UserError:
+        raise
+    except Exception as error:  # models of other things than tokens have no such parts
+        name, what = type(traits.model).__name__, brief(error)
+        raise TrainerError(
+            f"{name} has no embedding of tokens and blocks of attention whose sizes can be read ({what}): it is not supported"
+        ) from error
+
+
+def _sizes(traits: Traits) -> ModelSpec:
     model = traits.model
     if traits.pairs:
         with prepared(model):  # refuses those that have no such blocks

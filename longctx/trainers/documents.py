@@ -65,12 +65,10 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
         raise TrainerError("token_type_ids are not all 0, but documents have one segment: leave them out, or set them to 0")
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
         raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
+    check_shapes(batch, [*OF_TOKENS, "attention_mask", "position_ids"])
     ids, labels = (np.asarray(batch[name].cpu(), np.int32) for name in OF_TOKENS)
     packing = (batch.get(name) for name in ("attention_mask", "position_ids"))
     mask, positions = (None if field is None else field.cpu() for field in packing)
-    for name, field in (("attention_mask", mask), ("position_ids", positions)):
-        if field is not None and field.dim() != 2:
-            raise TrainerError(f"{name} has {field.dim()} axes: return one of [rows, tokens]")
     if positions is None and (packed := [name for name in ("cu_seq_lens_q", "seq_idx") if batch.get(name) is not None]):
         raise TrainerError(f"the data collator returns {packed[0]}, but no position_ids, by which rows are cut: return these")
     if mask is not None and positions is None:
@@ -89,8 +87,39 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
         rows = [[replace(document, images=next(found)) for document in row] for row in rows]
     if (counts := batch.get(ROWS)) is None:
         return rows
-    documents = itertools.chain.from_iterable(rows)
-    return [list(itertools.islice(documents, count)) for count in counts.tolist()]
+    documents = list(itertools.chain.from_iterable(rows))
+    if len(documents) != (expected := int(counts.sum())):
+        raise TrainerError(
+            f"the data collator joins examples of {expected} documents to {len(rows)} rows, in which position_ids show "
+            f"{len(documents)}: begin each document at position 0, and give none without a token"
+        )
+    remaining = iter(documents)
+    return [list(itertools.islice(remaining, count)) for count in counts.tolist()]
+
+
+def check_shapes(batch: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises TrainerError unless fields of a batch, the first of which it has, are tensors of whole numbers [rows, tokens].
+
+    Masks are 0 and 1, and positions may be those of one row for all.
+    """
+    first = batch[names[0]]
+    for name in names:
+        field = batch.get(name)
+        if field is None:
+            continue
+        if not isinstance(field, torch.Tensor):
+            raise TrainerError(f"{name} is a {type(field).__name__}: return a tensor of [rows, tokens]")
+        if field.dim() != 2:
+            raise TrainerError(f"{name} has {field.dim()} axes: return one of [rows, tokens]")
+        if field.shape != first.shape and not (name == "position_ids" and field.shape == (1, first.shape[1])):
+            raise TrainerError(f"{name} has the shape {list(field.shape)}, but {names[0]} {list(first.shape)}: return the same")
+        if name.endswith("mask"):
+            if others := field[(field != 0) & (field != 1)].unique().tolist():
+                raise TrainerError(
+                    f"{name} has {others[0]:g}, but must be 1 for tokens and 0 for padding: packed rows are cut by position_ids"
+                )
+        elif field.is_floating_point() or field.dtype == torch.bool:
+            raise TrainerError(f"{name} is of {str(field.dtype).removeprefix('torch.')}: return whole numbers")
 
 
 def _cuts(row: int, positions: Ids) -> list[int]:
@@ -143,9 +172,19 @@ class CountingRows:
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         batch = self.collate(examples)
+        if not isinstance(batch, Mapping):
+            raise TrainerError(f"the data collator returns a {type(batch).__name__}: return a dict of tensors [rows, tokens]")
         if "input_ids" in batch and len(batch["input_ids"]) < len(examples):
-            batch[ROWS] = torch.tensor([len(example.get("seq_lengths", [0])) for example in examples])
+            batch[ROWS] = torch.tensor(list(map(_documents_in, examples)))
         return batch
+
+
+def _documents_in(example: Any) -> int:
+    """Returns how many documents an example has: those of a row that TRL has packed, or of a list of examples."""
+    if isinstance(example, Mapping):
+        return len(example.get("seq_lengths", [0]))
+    packed = isinstance(example, list | tuple) and all(isinstance(each, Mapping) for each in example)
+    return len(example) if packed else 1
 
 
 def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

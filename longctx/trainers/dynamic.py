@@ -7,7 +7,6 @@ profile and budget, and replace methods. Rings exchange K and V from the first s
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from longctx.parallel.mesh import exchange_groups
 from longctx.planning.check import check_settings
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.hardware_profile import HardwareProfile
-from longctx.trainers.agreement import agreeing_on_errors, check_same, drawing_together, evaluating_together
+from longctx.trainers.agreement import agreeing_on_errors, averaging, check_same, drawing_together, evaluating_together
 from longctx.trainers.budget import Workload
 from longctx.trainers.chunked_loss import ChunkedLoss
 from longctx.trainers.documents import CountingRows
@@ -30,7 +29,7 @@ from longctx.trainers.kinds import Traits, inner_model
 from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import ANSWERS, TrainerError, notes_on_data, refuse
+from longctx.trainers.refusals import ANSWERS, check_arguments, check_trainer, notes_on_data, refuse
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
@@ -66,25 +65,31 @@ def dynamic_context_parallel(
 
     Raises TrainerError, and leaves the trainer as it was, for what cannot be exact, with every reason and way out.
     """
-    if hasattr(trainer, "dynamic"):
-        raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
-    if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
-        raise TrainerError(
-            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
-        )
+    check_trainer(trainer, NEEDED)
     args = trainer.args
-    given = {"tokens_per_rank": tokens_per_rank, "profile": profile, "mode": mode, "degree": degree, "kernel": kernel}
-    check_same(args.world_size, **given, merge_prefixes=merge_prefixes, own_loss_is_a_token_sum=own_loss_is_a_token_sum)
+    given: dict[str, Any] = {
+        "tokens_per_rank": tokens_per_rank,
+        "profile": profile,
+        "mode": mode,
+        "degree": degree,
+        "kernel": kernel,
+    }
+    given |= {"merge_prefixes": merge_prefixes, "own_loss_is_a_token_sum": own_loss_is_a_token_sum}
+    check_same(args.world_size, **given)
     with agreeing_on_errors(args.world_size):
+        check_arguments(**given)
         traits = Traits(trainer, own_loss_is_a_token_sum)
         refuse(traits, REPLACED)
-        check_settings(args.world_size, tokens_per_rank or 1, mode, degree, None, None)
+        least = 1 if tokens_per_rank is None else tokens_per_rank
+        check_settings(args.world_size, least, mode, degree, None, None)
         workload = Workload.of(traits, profile)
     with contextlib.ExitStack() as undo:
         groups = _groups(args, undo)
         with agreeing_on_errors(args.world_size):
             workload, chunked = workload.agreed(groups[1]), ChunkedLoss.of(traits)
-            most = tokens_per_rank or workload.tokens_that_fit(groups[1], chunks=chunked is not None)
+            most = tokens_per_rank
+            if most is None:
+                most = workload.tokens_that_fit(groups[1], chunks=chunked is not None)
             notes = [*_prepare_kernels(traits, workload.spec, kernel), *notes_on_data(traits, most * args.world_size)]
             way = workload.named.profile, most, mode, degree, kernel, args.device, *groups
             sharing = Sharing(*way, undo=undo, tower=workload.tower, parts=workload.spec.parts, chunked_loss=chunked)
@@ -120,7 +125,7 @@ def _replace_parts(traits: Traits, sharing: Sharing, merge_prefixes: bool) -> li
     if traits.kind == "steps":
         _plan_steps(traits, sharing)
     else:
-        together["get_batch_samples"] = drawing_together
+        together |= {"get_batch_samples": drawing_together, "training_step": averaging}
         if traits.kind == "sequences":
             for model in models:
                 undo.enter_context(replaced_method(model, "forward", PlannedHead(sharing, merged)))
@@ -171,20 +176,22 @@ def _groups(
 
 @contextlib.contextmanager
 def _extended(trainer: Any, mixin: type, **more: Any) -> Iterator[None]:
-    """Makes a trainer one of a subclass of its class, after `mixin`."""
+    """Makes a trainer one of a subclass of its class, after `mixin`, whose attributes do not stay on it."""
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, **more})
     try:
         yield
     finally:
         trainer.__class__ = kind
+        for name in vars(mixin):
+            vars(trainer).pop(name, None)
 
 
 def _plan_steps(traits: Traits, sharing: Sharing) -> None:
     trainer, model, undo = traits.trainer, traits.model, sharing.undo
-    undo.callback(vars(trainer).pop, "_next", None)
     undo.enter_context(_extended(trainer, WholeSteps))
     undo.enter_context(replaced(trainer, "model_accepts_loss_kwargs", True))  # otherwise losses of batches would be averaged
+    undo.enter_context(replaced(trainer, "loss_is_scaled_for_ga", True))
     vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # evaluations may come first
     collate = (WatchingTargets if traits.pairs else CountingRows)(trainer.data_collator)
     undo.enter_context(replaced(trainer, "data_collator", collate))
@@ -219,7 +226,13 @@ def _note_of_outputs(traits: Traits) -> str:
 
 def _plan_outputs(traits: Traits, undo: contextlib.ExitStack, outputs: PlannedBase) -> None:
     model = traits.model
+    outputs.of_head = not traits.has_unknown_loss
     outputs.means = traits.has_loss_of_head and not traits.args.label_smoothing_factor
+    if outputs.of_head:
+        undo.enter_context(replaced(traits.args, "average_tokens_across_devices", True))  # labels of all ranks are counted
+    if outputs.means:
+        undo.enter_context(replaced(traits.trainer, "model_accepts_loss_kwargs", True))
+        undo.enter_context(replaced(traits.trainer, "loss_is_scaled_for_ga", None))
     if type(model).__name__.endswith("ForSequenceClassification") and not traits.encoder:
         outputs.padding = model.config.get_text_config().pad_token_id
     undo.enter_context(_extended(traits.trainer, WholeOutputs, outputs=outputs))

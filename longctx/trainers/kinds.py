@@ -1,8 +1,11 @@
 """What a trainer and its model are, asked once. A new trainer of TRL is added to KINDS."""
 
+import functools
+import inspect
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from longctx.hf.vision import is_vision
 
@@ -37,8 +40,9 @@ class Traits:
         encoder: whether tokens of its base model see later ones.
         noisy: whether a module drops at random, or NEFTune adds noise.
         balances: whether the auxiliary loss of a mixture's routers is to be trained.
-        means_of_batches: whether the model asks for means of batches, though its loss can be a sum over tokens: many that read
-            images do.
+        recomputes, reentrant: whether layers are computed again in backward, and whether in a backward pass of their own.
+        means_of_batches: whether the model, as many that read images, or the trainer itself asks for means of batches, though
+            the loss can be a sum over tokens.
     """
 
     def __init__(self, trainer: Any, token_sum: bool) -> None:
@@ -52,10 +56,11 @@ class Traits:
         self.kind = self._kind()
         drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
         self.noisy = drops or bool(trainer.neftune_noise_alpha)
+        self.recomputes, self.reentrant = _recomputes(self.args, model)
         in_config = not self.pairs and getattr(model.config.get_text_config(), "output_router_logits", False)
         self.balances = bool(in_config or getattr(trainer, "aux_loss_enabled", False))
         asks = getattr(model, "accepts_loss_kwargs", None) is False
-        self.means_of_batches = asks and not trainer.model_accepts_loss_kwargs
+        self.means_of_batches = not trainer.model_accepts_loss_kwargs and (asks or _takes_more(model.forward))
 
     def _kind(self) -> Kind:
         if self.of_trl:
@@ -69,14 +74,73 @@ class Traits:
     @property
     def has_loss_of_head(self) -> bool:
         """Whether a loss is the mean that a head of transformers takes over the labels of a batch."""
-        own = is_own(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None or self.of_trl
-        return type(self.model).__name__.endswith(OTHER_HEADS) and not own
+        return type(self.model).__name__.endswith(OTHER_HEADS) and not self.has_own_loss
+
+    @property
+    def has_unknown_loss(self) -> bool:
+        """Whether the loss of a batch of rows is a trainer's own, which may or may not be a mean over them."""
+        return self.of_trl is not None or any(is_own(self.trainer, name) for name in LOSS)
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the trainer computes another loss than its model."""
+        own = is_own(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
+        return own or self.of_trl is not None
 
 
 def inner_model(trainer: Any, model: Any) -> Any:
     """Returns the model of transformers inside a model of the trainer and its adapters."""
     inner = trainer.accelerator.unwrap_model(model)
-    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
+    if not _is_of_peft(inner):
+        return inner
+    tuner = tuner_of(inner)
+    return inner.base_model if tuner is None else tuner.model
+
+
+def tuner_of(unwrapped: Any) -> Any:
+    """Returns what peft has put between its own model and that of transformers; None if there is nothing, as for prompts."""
+    inside = unwrapped.base_model if _is_of_peft(unwrapped) else None
+    return inside if _is_of_peft(inside) else None
+
+
+def _is_of_peft(model: Any) -> bool:
+    return type(model).__module__.startswith("peft.")
+
+
+def _takes_more(function: Any) -> bool:
+    """Returns whether a function takes arguments that it does not name, by which losses of transformers get a divisor."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _recomputes(args: Any, model: Any) -> tuple[bool, bool]:
+    """Returns whether layers of a model are computed again in backward, and whether torch does so by `use_reentrant`.
+
+    What the arguments ask for replaces, when training begins, what is set on the model.
+    """
+    own_words = {"every_n_layers", "offload"}  # of transformers; all others are torch's
+    if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
+        given = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
+        of_torch = {name: value for name, value in given.items() if name not in own_words}
+        return True, bool(of_torch) and _is_reentrant(functools.partial(checkpoint, **of_torch))
+    recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in recomputing]
+    return bool(recomputing), any(map(_is_reentrant, functions))
+
+
+def _is_reentrant(function: Any) -> bool:
+    """Returns whether a function that computes layers again does so in a backward pass of its own, which is torch's default."""
+    while function is not None:
+        if function is checkpoint:
+            return True
+        if isinstance(function, functools.partial):
+            asked = function.keywords.get("use_reentrant")
+            if asked is not None:
+                return bool(asked)
+            function = function.func
+        else:
+            function = getattr(function, "__wrapped__", None)  # of a tool that watches what is computed again
+    return False
 
 
 def is_own(trainer: Any, name: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.hf.exactness import replaced
 from longctx.planning.layout import Span
-from longctx.trainers.documents import Document, Ids, array_of, refuse_lost_fields, spans_of_mask
+from longctx.trainers.documents import Document, Ids, array_of, check_shapes, refuse_lost_fields, spans_of_mask
 from longctx.trainers.refusals import TrainerError
 
 TARGETS = "spans_of_targets"
@@ -59,6 +59,8 @@ def rows_of_pairs(batch: Mapping[str, Any], hf: Any, training: bool = True) -> l
     refuse_lost_fields(batch, ("input_ids", "attention_mask", "num_items_in_batch", *OF_TARGETS))
     if batch.get("input_ids") is None or (batch.get("labels") is None and batch.get("decoder_input_ids") is None):
         raise TrainerError("the data collator returns no input_ids, or no labels: return both for every record")
+    check_shapes(batch, ["input_ids", "attention_mask"])
+    check_shapes(batch, [name for name in OF_TARGETS[:3] if batch.get(name) is not None])
     fields = (batch.get(name) for name in ("input_ids", "labels", "decoder_input_ids"))
     moved: list[Any] = [None if field is None else field.cpu() for field in fields]
     ids, labels, read = moved

@@ -18,6 +18,7 @@ from longctx.data.packing import MicroBatch
 from longctx.data.trees import merge_prefixes
 from longctx.trainers.agreement import attempted
 from longctx.trainers.documents import Document
+from longctx.trainers.refusals import TrainerError
 from longctx.trainers.step import Sharing
 
 LEAST_SHARED = 16
@@ -44,6 +45,8 @@ class PlannedCall:
         kept = mask.cpu()  # before the model runs: the host waits for no more than the batch
         # Every row: a rank whose rows have no target takes part in the backward of the others.
         share = self.sharing.share([documents], every=True, failed=failed)
+        if share.exchange is None:
+            raise TrainerError("no row of any rank has a token: leave such batches out")
         # One graph is kept as it is; of several, each keeps only its inputs.
         recompute = len(share.micro_batches) > 1 and torch.is_grad_enabled()
         run = functools.partial(self._run, compute, next(self.calls))

@@ -63,26 +63,29 @@ def prepared(model: Any) -> Iterator[None]:
 def replaced_method(model: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     """Makes `ours` a method of a model, which gets the model's own function, the model and the arguments.
 
-    A copy of the model keeps the own one, called with itself.
+    A copy of the model keeps the own one, called with itself. What others have wrapped around the method meanwhile, as
+    accelerate does for autocast, stays, and calls the own one.
     """
-    hidden, bound, known = vars(model).get(name), getattr(model, name), weakref.ref(model)
+    hidden, bound, known, calls = vars(model).get(name), getattr(model, name), weakref.ref(model), [ours]
     own = getattr(bound, "__func__", lambda _, *arguments, **named: bound(*arguments, **named))  # accelerate's is bound inside
 
     @functools.wraps(getattr(type(model), name))  # trainers and `generate` look at the signature; it is pickled by name
     def method(this: Any, *arguments: Any, **named: Any) -> Any:
         if this is known():
-            return ours(own, this, *arguments, **named)
+            return calls[0](own, this, *arguments, **named) if calls else own(this, *arguments, **named)
         # TRL's function, without its head, calls the model that the head was added to.
         copied = own if named.get("fused_lm_head") else getattr(type(this), name)
         return copied(this, *arguments, **named)
 
-    vars(model)[name] = types.MethodType(method, model)
+    vars(model)[name] = put = types.MethodType(method, model)
     try:
         yield
     finally:
-        vars(model).pop(name, None)
-        if hidden is not None:
-            vars(model)[name] = hidden
+        calls.clear()
+        if vars(model).get(name) is put:
+            del vars(model)[name]
+            if hidden is not None:
+                vars(model)[name] = hidden
 
 
 def attention_of(model: Any) -> dict[str, str]:

@@ -1,28 +1,79 @@
 """What a trainer must not ask for if its documents are split over ranks, checked before the first step."""
 
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pyarrow import compute
 
 from longctx.errors import UserError
 from longctx.hf.attention import configs_of_parts
+from longctx.hf.exactness import evaluating
 from longctx.hf.vision import weights_of_images
 from longctx.parallel.environment import Launch, other_tasks
-from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, is_own
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.trainers.kinds import KINDS, LOSS, OTHER_HEADS, Traits, inner_model, is_own, tuner_of
 
 ANSWERS = "qa_outputs"
 """Attribute of models for question answering: the layer that scores tokens."""
 CALLED = ("train", "evaluation_loop", "log")
 """Methods of a subclass that are called as before."""
+DRAWN_FOR = 8
+"""Tokens on which adapters are tried."""
 WRAPPED = ("training_step", "prediction_step")
 """Methods that call a model whose outputs the loss needs whole."""
 
 
+UNEVEN = (
+    "the last rows of {} are not as many on every rank, so plain training fills them with others, and nothing says how the "
+    "loss weighs fewer: set dataloader_drop_last=True in {}, a batch size that divides the rows, or compute_loss_func"
+)
+
+
 class TrainerError(UserError):
     """A trainer, model or batch that cannot be trained exactly on split documents."""
+
+
+def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
+    """Raises TrainerError for what is no trainer, or not yet one, that has the `needed` methods of transformers."""
+    from transformers import PreTrainedModel, Trainer
+
+    given = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"an object of {type(trainer).__name__}"
+    if not isinstance(trainer, Trainer):
+        raise TrainerError(
+            f"trainer is {given}: give the transformers.Trainer, or TRL's, that was made with the model and its arguments. A "
+            "loop of your own calls prepare(model) and ring_attention instead (docs/own-trainer.md)"
+        )
+    if missing := [name for name in ("args", "accelerator", "model") if name not in vars(trainer)]:
+        raise TrainerError(f"trainer is {given} without {missing[0]}: its __init__ must call that of Trainer first")
+    if hasattr(trainer, "dynamic"):
+        raise TrainerError("this trainer already has dynamic context parallelism: call it once, or restore(trainer) first")
+    if missing := [name for name in needed if not hasattr(trainer, name)]:
+        raise TrainerError(
+            f"transformers {version('transformers')} has no Trainer.{missing[0]}, which longctx replaces: install 5.20 to 5.24"
+        )
+    model = inner_model(trainer, trainer.model)
+    if not isinstance(model, PreTrainedModel):
+        raise TrainerError(
+            f"the model of {type(trainer).__name__} is a {type(model).__name__}, no PreTrainedModel of transformers, whose "
+            "attention is replaced: train such a model, or prepare(model) the one inside in a loop of your own"
+        )
+
+
+def check_arguments(**given: Any) -> None:
+    """Raises TrainerError for arguments of `dynamic_context_parallel` of another type, which would be taken for others."""
+    kinds: dict[str, tuple[Any, str]] = {
+        "profile": ((HardwareProfile, str, Path, type(None)), "a HardwareProfile, its name or file, or None"),
+        "merge_prefixes": (bool, "True or False"),
+        "own_loss_is_a_token_sum": (bool, "True or False"),
+    }
+    for name, (kind, wanted) in kinds.items():
+        if not isinstance(given[name], kind) or given[name] == "":
+            raise TrainerError(f"{name} is {given[name]!r}: give {wanted}")
 
 
 def refuse(traits: Traits, replaced: Sequence[str]) -> None:
@@ -34,9 +85,11 @@ def refuse(traits: Traits, replaced: Sequence[str]) -> None:
     names = {"sequences": LOSS[:1], "rows": set_on_it, "steps": replaced}[traits.kind]
     problems = [
         *_trainer_problems(traits),
+        *_uneven_problems(traits),
         *_method_problems(traits, names),
         *_argument_problems(traits),
         *_model_problems(traits),
+        *_adapter_problems(traits),
         *_ddp_problems(traits),
     ]
     if problems:
@@ -59,6 +112,19 @@ def _trainer_problems(traits: Traits) -> Iterator[str]:
             "the auxiliary loss of routers is not computed beside images or losses of whole rows: set router_aux_loss_coef=0.0 "
             f"in {type(trainer.args).__name__}, or output_router_logits=False in the model's config"
         )
+
+
+def _uneven_problems(traits: Traits) -> Iterator[str]:
+    """Yields what is wrong with the end of an epoch for a loss that may or may not be a mean over rows."""
+    trainer, args = traits.trainer, traits.args
+    if traits.kind != "rows" or not traits.has_unknown_loss or args.dataloader_drop_last or args.world_size == 1:
+        return
+    data, batch = trainer.train_dataset, args.per_device_train_batch_size * args.world_size
+    if data is None or not hasattr(data, "__len__") or len(data) % batch == 0:
+        return
+    full_steps = len(data) // (batch * args.gradient_accumulation_steps)
+    if args.max_steps <= 0 or args.max_steps > full_steps:
+        yield UNEVEN.format(f"train_dataset ({len(data):,} by {batch:,})", type(args).__name__)
 
 
 def _method_problems(traits: Traits, names: Sequence[str]) -> Iterator[str]:
@@ -120,6 +186,8 @@ def _model_problems(traits: Traits) -> Iterator[str]:
         yield f"{head} has a head that is not for tokens: use transformers.Trainer, and no encoder-decoder or reader of images"
     if head.endswith("ForQuestionAnswering") and not hasattr(model, ANSWERS):
         yield f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another family's model"
+    if model.base_model is model and not traits.has_own_loss:
+        yield f"{head} has no head, and so no loss: use a model with one, such as those for causal language models"
     if traits.of_trl and traits.pairs:
         yield f"{traits.of_trl} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
     if traits.of_trl and traits.masked:
@@ -127,15 +195,62 @@ def _model_problems(traits: Traits) -> Iterator[str]:
             f"{traits.of_trl} trains causal models, but the model is an encoder: use transformers.Trainer with a collator that "
             "masks"
         )
-    for config in traits.adapters.values():
-        if config.is_prompt_learning:
-            yield f"{config.peft_type.value} adds virtual tokens to every document: use adapters of matrices, such as LoRA"
     for config in filter(None, (*configs_of_parts(model), getattr(model.config, "vision_config", None))):
         for name, value in config.to_dict().items():
             if "att" in name and "drop" in name and value:
                 yield f"{name} is {value:g} in the model's config, which no kernel of attention has: set it to 0"
     if traits.pairs and traits.noisy:
         yield "the model is an encoder-decoder, whose dropout and NEFTune would depend on how documents are split: omit them"
+
+
+def _adapter_problems(traits: Traits) -> Iterator[str]:
+    """Yields what is wrong with adapters that do more than change layers by what a token itself is."""
+    if not traits.adapters:
+        return
+    from peft.tuners.tuners_utils import BaseTuner
+
+    way = "use adapters of matrices, such as LoRA"
+    tuner = tuner_of(traits.trainer.accelerator.unwrap_model(traits.trainer.model))
+    found = list[str]()
+    for config in traits.adapters.values():
+        kind = config.peft_type.value
+        if config.is_prompt_learning:
+            found.append(f"{kind} adds virtual tokens to every document: {way}")
+        elif tuner is not None and type(tuner).forward is not BaseTuner.forward:
+            found.append(f"{kind} has a forward of its own, whose loss or input would be that of a micro-batch: {way}")
+        if getattr(config, "alora_invocation_tokens", None):
+            found.append("alora_invocation_tokens switch adapters on from a place in the row, not in the document: omit them")
+    if not found and not any(map(_drops_nothing, traits.adapters.values())) and _draws(traits.model):
+        found.append(
+            "the adapters draw random numbers in every call, which would be others on every rank: set their dropout to 0, or "
+            "use LoRA, whose dropout is the same under any split"
+        )
+    yield from found
+
+
+def _drops_nothing(config: Any) -> bool:
+    """Returns whether adapters draw only numbers that they compare with a dropout of modules that is 0, as LoHa and LoKr."""
+    dropouts = {name: value for name, value in vars(config).items() if name.endswith("dropout")}
+    return "module_dropout" in dropouts and not any(dropouts.values())
+
+
+def _draws(model: Any) -> bool:
+    """Returns whether adapters in a model draw random numbers in training, apart from torch's modules of dropout."""
+    device = next(model.parameters()).device
+    ids = torch.arange(DRAWN_FOR, device=device)[None]
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    with torch.no_grad(), evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for module in model.modules():
+            module.training |= type(module).__module__.startswith("peft.")
+        before = _random_states(device)
+        model.base_model(**given)
+        after = _random_states(device)
+    return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    of_cpu = torch.get_rng_state()
+    return [of_cpu, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [of_cpu]
 
 
 def _ddp_problems(traits: Traits) -> Iterator[str]:
@@ -150,10 +265,14 @@ def _ddp_problems(traits: Traits) -> Iterator[str]:
         )
     if traits.kind == "steps" and getattr(args, "ddp_static_graph", False):
         yield "ddp_static_graph is True, but ranks have other micro-batches in every step: omit it"
-    if traits.kind != "steps" and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    finds_unused = bool(handler and handler.find_unused_parameters)
+    if traits.reentrant and (traits.kind != "steps" or finds_unused):
+        calls = "takes one call of the model before backward, but a call is planned as several"
+        twice = "sees weights ready twice beside ddp_find_unused_parameters"
         yield (
-            "use_reentrant is True, with which DDP takes one call of the model before backward, but a call is planned as "
-            "several: set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            f"use_reentrant is True, with which DDP {twice if traits.kind == 'steps' else calls}: set "
+            f"gradient_checkpointing_kwargs={{'use_reentrant': False}} in {type(args).__name__}, or where the model is told to "
+            "recompute"
         )
 
 
@@ -167,7 +286,8 @@ def notes_on_data(traits: Traits, most: int) -> Iterator[str]:
     if args.world_size > 1 and not args.average_tokens_across_devices and traits.kind != "sequences":
         yield "note: average_tokens_across_devices=False changes nothing: the loss is the mean over the tokens of all ranks"
     if traits.kind == "steps" and traits.means_of_batches:
-        name = type(traits.model).__name__
+        asking = traits.model if getattr(traits.model, "accepts_loss_kwargs", None) is False else traits.trainer
+        name = type(asking).__name__
         yield f"note: the loss is the mean over the tokens of a step; that of {name} would be a mean of means of batches"
     limit = getattr(args, "max_length", None)
     for name in ("train_dataset", "eval_dataset"):

@@ -1,13 +1,14 @@
 """The auxiliary loss of a mixture's routers, as transformers defines it, over tokens that are on several ranks.
 
-In whole steps it is over the tokens of a micro-batch on all ranks: each rank adds its tokens' probabilities times the shares of
-tokens that the experts get, which have no gradient. The loss of a step is the mean over its micro-batches, weighted by their
-tokens. Trainers of sequences have it over the rows of a rank's call, as in plain training, from statistics of every token.
+In whole steps it is over the tokens of the step on all ranks: each rank adds its tokens' probabilities times the shares of
+tokens that the experts get, which have no gradient. The shares of a step of several micro-batches are counted before, by a
+forward pass of them all. Trainers of sequences have it over the rows of a rank's call, as in plain training, from statistics of
+every token.
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +24,13 @@ NAME = "load_balancing_loss_func"
 class RouterLoss:
     """Replaces transformers' function in the forward of a model; for `replaced_method`.
 
-    `rows` are the tokens of the micro-batch on this rank, `step_tokens` those of the step on all ranks.
+    `rows` are the tokens of the micro-batch on this rank, `step_tokens` those of the step on all ranks. `counts` are tokens of
+    each expert, and of all, in the step; None: in the micro-batch, which is the step. `found` are those of micro-batches while
+    they are counted.
     """
+
+    counts: torch.Tensor | None = None
+    found: list[torch.Tensor] | None = None
 
     def __init__(self, traits: Traits, group: dist.ProcessGroup | None) -> None:
         """Raises TrainerError for models with another loss."""
@@ -47,12 +53,34 @@ class RouterLoss:
         with replaced(self.modules[0], NAME, self._loss), replaced(self.modules[1], NAME, self._loss):
             return own(model, *arguments, **named | {"output_router_logits": OF_ALL_RANKS})
 
+    @contextmanager
+    def counted(self, runs: Sequence[Callable[[], Any]]) -> Iterator[None]:
+        """Counts the tokens of experts in a step before its losses are computed: `runs` run its micro-batches, without
+        gradients. Collective."""
+        if len(runs) < 2:
+            yield
+            return
+        found = list[torch.Tensor]()
+        with torch.no_grad(), replaced(self, "found", found):
+            for run in runs:
+                run()
+        counts = torch.stack(found).sum(0)
+        if self.group is not None:
+            dist.all_reduce(counts, group=self.group)
+        with replaced(self, "counts", counts):
+            yield
+
     def _loss(self, gates: tuple[torch.Tensor, ...], experts: int, top_k: int, attention_mask: Any = None) -> Any:
         """Returns this rank's part of the loss of a step, times what the trainer divides the sum over ranks by."""
         rows = statistics(gates, experts, top_k)[: self.rows]  # a rank without tokens has a row of padding
         probabilities, chosen = rows.sum(0).chunk(2)
         counts = torch.cat([chosen.detach(), chosen.new_full((1,), self.rows)])
-        if self.group is not None:
+        if self.found is not None:
+            self.found.append(counts)
+            return counts.new_zeros(())
+        if self.counts is not None:
+            counts = self.counts
+        elif self.group is not None:
             dist.all_reduce(counts, group=self.group)
         return (counts[:-1] / counts[-1] * probabilities).sum() * experts * self._divisor / self.step_tokens
 

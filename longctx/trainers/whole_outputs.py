@@ -5,23 +5,29 @@ of their row, and the head, the pooling and the loss run there on whole rows, as
 """
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch
 from longctx.hf.exactness import HARMLESS, evaluating, replaced
+from longctx.trainers.agreement import attempted, mean_over_ranks
 from longctx.trainers.documents import Document, rows_of
 from longctx.trainers.planned_call import PlannedCall
 from longctx.trainers.prepared import replaced_method
-from longctx.trainers.refusals import TrainerError
+from longctx.trainers.refusals import UNEVEN, TrainerError
+from longctx.trainers.whole_steps import own_rows_of_last_batch
 
 PROBED = 8
 """Tokens that a head is tried on."""
+OF_CHOICES = "ForMultipleChoice"
+"""End of the names of models that take [rows, choices, tokens], of which they give their base model every choice as a row."""
 FIELDS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 UNUSED = {*HARMLESS, "margin"} - {"output_hidden_states"}
 """Arguments that change no hidden state; `margin` is that of TRL's reward models."""
@@ -32,42 +38,159 @@ class WholeOutputs:
 
     outputs: "PlannedBase"
 
+    def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Leaves out the rows that repeat others in the last batches of an epoch. A rank that has no others keeps one, which
+        counts nothing, as the model runs on all ranks. Collective."""
+        own: Any = super()
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        last, loader = self.accelerator.gradient_state.end_of_dataloader, self.accelerator.gradient_state.active_dataloader
+        self.outputs.weights = {}
+        counts = [_count_rows(batch) for batch in batches]
+        if not last or loader is None or not batches:
+            drawn, items = own.get_batch_samples(iter(batches), num_batches, device)
+            return drawn, items
+        kept = self._own_rows(counts[-1])
+        if kept < counts[-1]:
+            batches[-1] = _first_rows(batches[-1], counts[-1], max(kept, 1))
+            counts[-1] = kept
+        ranks, rows = self.dynamic.ranks, sum(counts)
+        if ranks > 1:
+            everyone = torch.tensor(rows)
+            dist.all_reduce(everyone, group=self.dynamic.ids_group)
+            rows = int(everyone)
+        weights = [count * ranks * len(batches) / rows for count in counts]
+        self.outputs.weights = _by_id(batches, weights)
+        drawn, items = own.get_batch_samples(iter(batches), num_batches, device)
+        self.outputs.weights = _by_id(drawn, weights)
+        return drawn, items
+
+    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
+        """Counts no labels of rows that repeat others."""
+        own: Any = super()
+        counted = []
+        for batch in batch_samples:
+            weight = self.outputs.weights.get(id(batch), self.outputs.weight)
+            counted.append(batch if weight else _without_labels(batch))
+        return own._get_num_items_in_batch(counted, device)
+
+    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
+        """Counts no tokens of rows that repeat others."""
+        own: Any = super()
+        again = self.outputs.weights.get(id(inputs)) == 0
+        own._track_num_input_tokens(_first_rows(inputs, _count_rows(inputs), 0) if again else inputs)
+
     def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """Weighs the mean that a head of transformers takes over the labels of a batch, for the mean over those of a step.
 
-        Plain training would multiply it by the number of ranks, as if the head divided a sum by `num_items_in_batch`.
+        Plain training would multiply it by the number of ranks, as if the head divided a sum by `num_items_in_batch`. Without
+        labels, as for answers, it is weighed by rows.
         """
         own: Any = super()
-        labels, arguments = inputs.get("labels"), (model, inputs, return_outputs, num_items_in_batch)
+        labels, weight = inputs.get("labels"), self.outputs.weight
+        arguments = model, inputs, return_outputs, num_items_in_batch
         if not self.outputs.means or num_items_in_batch is None or labels is None:
-            return own.compute_loss(*arguments)
-        with replaced(self, "model_accepts_loss_kwargs", False):
             found = own.compute_loss(*arguments)
-        count = (labels != IGNORED_LABEL).sum()
-        ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
-        loss = (found[0] if return_outputs else found).nan_to_num() * (ranks * count / num_items_in_batch)
+            by_rows = self.outputs.means and num_items_in_batch is None
+            factor = weight if by_rows or weight == 0 else 1.0
+            if factor == 1.0:
+                return found
+        else:
+            with replaced(self, "model_accepts_loss_kwargs", False):
+                found = own.compute_loss(*arguments)
+            factor = (labels != IGNORED_LABEL).sum() * self.args.world_size / num_items_in_batch if weight else 0.0
+        loss = (found[0] if return_outputs else found).nan_to_num() * factor
         return (loss, found[1]) if return_outputs else loss
 
-    def training_step(self: Any, *arguments: Any, **named: Any) -> Any:
+    def training_step(self: Any, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
         own: Any = super()
-        with self.outputs.used():
-            return own.training_step(*arguments, **named)
+        weight = self.outputs.weights.get(id(inputs), 1.0)
+        with self.outputs.used(), replaced(self.outputs, "weight", weight):
+            return own.training_step(model, inputs, *arguments, **named)
 
-    def prediction_step(self: Any, *arguments: Any, **named: Any) -> Any:
+    def prediction_step(self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *arguments: Any, **named: Any) -> Any:
+        """Gives the loss of a head, or by `compute_loss_func`, over the rows of all ranks that do not repeat others."""
         own: Any = super()
         with self.outputs.used():
-            return own.prediction_step(*arguments, **named)
+            if not self.outputs.of_head or self.dynamic.group is None:
+                return own.prediction_step(model, inputs, prediction_loss_only, *arguments, **named)
+            state, rows = self.accelerator.gradient_state, _count_rows(inputs)
+            kept = self._own_rows(rows) if state.end_of_dataloader and state.active_dataloader is not None else rows
+            every = torch.tensor(kept)
+            dist.all_reduce(every, group=self.dynamic.ids_group)
+            weight = kept * self.dynamic.ranks / max(1, int(every))
+            fewer = _first_rows(inputs, rows, max(kept, 1))
+            with replaced(self.outputs, "weight", weight):
+                loss, logits, labels = own.prediction_step(model, fewer, prediction_loss_only, *arguments, **named)
+            if state.end_of_dataloader and not prediction_loss_only:  # those of all rows, of which the trainer leaves some out
+                _, logits, labels = own.prediction_step(model, inputs, prediction_loss_only, *arguments, **named)
+            return None if loss is None else mean_over_ranks(loss, self.dynamic), logits, labels
+
+    def _own_rows(self: Any, rows: int) -> int:
+        """Returns how many rows of the last batch do not repeat others. Raises TrainerError on all ranks. Collective."""
+
+        def counted() -> int:
+            kept = _own_rows(self.accelerator.gradient_state.active_dataloader, self.dynamic.rank, rows)
+            if kept < rows and not self.outputs.of_head:
+                raise TrainerError(UNEVEN.format("an epoch", type(self.args).__name__))
+            return kept
+
+        if self.dynamic.group is None:
+            return counted()
+        kept, failed = attempted(counted, rows)
+        self.dynamic.end_all(failed)
+        return int(kept)
+
+
+def _without_labels(batch: Any) -> Any:
+    labels = batch.get("labels")
+    return batch if labels is None else {**batch, "labels": torch.full_like(labels, IGNORED_LABEL)}
+
+
+def _count_rows(batch: Any) -> int:
+    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
+
+
+def _own_rows(loader: Any, rank: int, rows: int) -> int:
+    """Returns how many of the `rows` of the last batch do not repeat others. Raises TrainerError if examples were joined."""
+    sampler = loader.batch_sampler
+    size = getattr(sampler, "batch_size", None) or rows
+    size //= getattr(sampler, "num_processes", 1) if getattr(sampler, "split_batches", False) else 1
+    kept = own_rows_of_last_batch(loader, rank, size)
+    if kept < size and rows != size:
+        raise TrainerError(
+            f"the last batch of an epoch has {rows} rows of {size} examples, of which {size - kept} repeat others, and cannot "
+            "be told: set dataloader_drop_last=True, or return a row for every example"
+        )
+    return min(kept, rows)
+
+
+def _by_id(batches: list[Any], weights: list[float]) -> dict[int, float]:
+    return {id(batch): weight for batch, weight in zip(batches, weights, strict=False)}
+
+
+def _first_rows(batch: Any, rows: int, count: int) -> dict[str, Any]:
+    """Returns the first rows of a batch; of a new one, by which it is known."""
+    fields = dict(batch)
+    for name, value in fields.items():
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
+            fields[name] = value[:count]
+    return fields
 
 
 @dataclass
 class PlannedBase(PlannedCall):
     """Plans the calls of a base model while it is `used`; for `replaced_method`.
 
-    `means`: the loss is that of a head, a mean over the labels of a batch. `padding`: the token that a head of a causal model
+    `means`: the loss is that of a head, a mean over the labels of a batch. `of_head`: it is that, or one by
+    `compute_loss_func`, so that rows can be left out. `weights`: of batches, by `id`, in a step whose rows are not even;
+    `weight`: that of the batch that runs. `padding`: the token that a head of a causal model
     looks for, to find the last token of a row. `mask`: that of the last call.
     """
 
     means: bool = False
+    of_head: bool = False
+    weights: dict[int, float] = field(default_factory=dict)
+    weight: float = 1.0
     padding: int | None = None
     active: bool = False
     mask: torch.Tensor | None = None
@@ -86,16 +209,18 @@ class PlannedBase(PlannedCall):
             raise TrainerError(
                 f"{type(base).__name__} gets {what}, which splitting rows would lose: pass only {', '.join(FIELDS)}"
             )
+        if not isinstance(ids, torch.Tensor):
+            raise TrainerError(f"input_ids is a {type(ids).__name__}: return a tensor of [rows, tokens]")
         self.mask = mask = torch.ones_like(ids) if given.get("attention_mask") is None else given["attention_mask"]
 
         def read() -> list[Document]:
+            fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
+            rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
             if self.padding is not None and bool(((ids != self.padding) & (mask == 0)).any()):
                 raise TrainerError(
                     f"rows are padded with other tokens than the config's pad_token_id {self.padding}, by which the head finds "
                     "the last token of a row: set pad_token_id to what the collator pads with"
                 )
-            fields = {name: given.get(name) for name in FIELDS} | {"labels": torch.full_like(ids, IGNORED_LABEL)}
-            rows = rows_of(fields | {"attention_mask": mask}, masked=given.get("token_type_ids") is not None)
             return [document for row in rows for document in row]
 
         kinds: list[Any] = []
@@ -140,6 +265,8 @@ def check_head(model: Any) -> None:
     """Raises TrainerError unless a model's outputs depend on nothing but the last hidden states of its base model."""
     base, name = model.base_model, type(model).__name__
     ids = torch.arange(PROBED, device=next(model.parameters()).device)[None]
+    if name.endswith(OF_CHOICES):
+        ids = torch.stack([ids, ids.flip(1)], 1)
 
     def reduced(own: Any, this: Any, *arguments: Any, **named: Any) -> Any:
         output = own(this, *arguments, **named)

@@ -7,23 +7,24 @@ evaluations are scaled here.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, IterableDataset
 
 from longctx.attention.host_to_device import copy_to
 from longctx.data import IGNORED_LABEL
 from longctx.hf.exactness import replaced
-from longctx.trainers.agreement import attempted
+from longctx.trainers.agreement import attempted, mean_over_ranks
 from longctx.trainers.documents import Document, labels_beside_padding, rows_of
 from longctx.trainers.pairs import OF_TARGETS, TARGETS, columns_of, rows_of_pairs
 from longctx.trainers.refusals import TrainerError
+from longctx.trainers.router_loss import RouterLoss
 from longctx.trainers.step import Share, Sharing
 
 
@@ -67,12 +68,12 @@ class WholeSteps:
         # FSDP2 would keep whole gradients until the last micro-batch.
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         self._share = share if share.plan else self._share
-        with self._metrics_of_the_step(share):
+        with self._metrics_of_the_step(share), self._experts_counted(model, share):
             for index, batch in enumerate(share.micro_batches):
                 last = always or index == len(share.micro_batches) - 1
                 with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                     loss += own.training_step(model, self.dynamic.inputs(model, batch), num_items_in_batch)
-        return loss
+        return mean_over_ranks(loss, self.dynamic) if share.plan else loss
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Adds to the log of a step how it was split."""
@@ -119,7 +120,8 @@ class WholeSteps:
         share = self.dynamic.start([documents], every=not prediction_loss_only, failed=failed).result()
         mask, loss = inputs.get("attention_mask"), torch.zeros((), device=self.args.device)
         kept = (columns_of(rows, targets) if of_pairs else torch.ones_like(ids) if mask is None else mask).cpu()
-        with torch.no_grad(), self.compute_loss_context_manager(), self._metrics_of_the_step(share):
+        counted = self._experts_counted(model, share)
+        with torch.no_grad(), self.compute_loss_context_manager(), self._metrics_of_the_step(share), counted:
             for batch in share.micro_batches:
                 own, divisor = self.dynamic.inputs(model, batch), self._divisor(share)
                 if prediction_loss_only:
@@ -128,9 +130,7 @@ class WholeSteps:
                     of_batch, outputs = self.compute_loss(model, own, return_outputs=True, num_items_in_batch=divisor)
                     loss += of_batch
                     logits.append(outputs["logits"][0].float())
-        if self.dynamic.group is not None:
-            dist.all_reduce(loss, group=self.dynamic.group)
-        loss = loss / self.dynamic.ranks
+        loss = mean_over_ranks(loss, self.dynamic)
         if prediction_loss_only:
             return loss, None, None
         values = self.dynamic.rows_of_batch(share, logits, kept)
@@ -155,13 +155,14 @@ class WholeSteps:
 
     def _documents(self: Any, batch: Mapping[str, Any]) -> list[Document]:
         """Returns the documents of the last batch that the loader has yielded. Says once which labels they do not have."""
+        rows = self._rows(batch)
         told = self._told or self.dynamic.seq2seq is not None or self.dynamic.predicts_masked or self.dynamic.rank
         if not told and (count := labels_beside_padding(batch)):
             self._told = True
             print(
                 f"note: {count:,} labels of a batch are on padding, or follow it: they have no loss, but do in plain training"
             )
-        return list(itertools.chain.from_iterable(self._rows(batch)))
+        return list(itertools.chain.from_iterable(rows))
 
     def _rows(self: Any, batch: Mapping[str, Any], training: bool = True) -> list[list[Document]]:
         """Returns the documents of each row."""
@@ -189,6 +190,21 @@ class WholeSteps:
             size = next((size for size in sizes if labels.shape[-1] < size), labels.shape[-1])
             labels = self._pad_tensors_to_max_len(self._prepare_input(labels), size)
         return generated, labels
+
+    def _experts_counted(self: Any, model: Any, share: Share) -> contextlib.AbstractContextManager[None]:
+        """Counts the tokens of the experts of a mixture in a step of several micro-batches, by a forward pass of them all."""
+        router_loss: RouterLoss | None = self.dynamic.router_loss
+        if router_loss is None:
+            return contextlib.nullcontext()
+
+        def run(batch: Any) -> None:
+            inputs = self.dynamic.inputs(model, batch)
+            for name in ("labels", "shift_labels"):
+                inputs.pop(name, None)
+            with self.compute_loss_context_manager():
+                model(**inputs, logits_to_keep=1)
+
+        return router_loss.counted([functools.partial(run, batch) for batch in share.micro_batches])
 
     def _divisor(self: Any, share: Share) -> torch.Tensor:
         """Returns what the trainer divides the sum of token losses by. It multiplies by the number of ranks only if it averages
