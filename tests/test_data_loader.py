@@ -284,7 +284,7 @@ def test_labels_of_a_document_are_shifted_and_masked() -> None:
         ([[1, 2]], None, r"there are 1 documents, but the plan has 2"),
         ([[1, 2], [3]], None, r"documents\[1\] has shape \[1\], but the plan's document 1 has 3 tokens"),
         ([[1, 2], [[3, 4, 5]]], None, r"documents\[1\] has shape \[1, 3\]"),
-        ([[1, 2], [3, 4, 5]], [[1, 2], np.zeros(4)], r"labels\[1\] has shape \[4\]"),
+        ([[1, 2], [3, 4, 5]], [[1, 2], np.zeros(4, np.int64)], r"labels\[1\] has shape \[4\]"),
     ],
 )
 def test_documents_of_another_plan_are_refused(documents: list, labels: list | None, message: str) -> None:

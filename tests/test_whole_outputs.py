@@ -385,3 +385,32 @@ def test_a_step_set_on_the_trainer_is_refused(tmp_path: Path) -> None:
     ours.training_step = lambda *given, **named: None
     with pytest.raises(TrainerError, match=r"training_step is set on the trainer itself.*define it in a subclass"):
         dynamic_context_parallel(ours, tokens_per_rank=200, profile=PROFILE)
+
+
+def losses_of_a_sick_head(folder: Path, spoil: bool) -> list[float]:
+    """Losses logged by a classifier whose head becomes NaN after the first step."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Spoils(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if spoil:
+                model.score.weight.data[0, 0] = torch.nan
+
+    own = {"max_steps": 2, "eval_strategy": "no", "logging_nan_inf_filter": False}
+    settings = arguments(folder, 1, 1, **own)
+    made = Trainer(
+        with_head("qwen2 SequenceClassification"),
+        TrainingArguments(**settings),
+        data_collator=collate,
+        train_dataset=labelled(documents(DOCUMENTS), "SequenceClassification"),
+        callbacks=[Spoils()],
+    )
+    dynamic_context_parallel(made, tokens_per_rank=LONGEST, profile=PROFILE)
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+def test_a_loss_that_is_nan_is_not_zero(tmp_path: Path) -> None:
+    """The mean of a batch without labels is NaN, too, and counts nothing: all others are what they are."""
+    assert np.isfinite(losses_of_a_sick_head(tmp_path / "well", spoil=False)).all()
+    assert np.isnan(losses_of_a_sick_head(tmp_path / "sick", spoil=True)[-1])

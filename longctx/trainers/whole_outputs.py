@@ -98,7 +98,9 @@ class WholeOutputs:
             with replaced(self, "model_accepts_loss_kwargs", False):
                 found = own.compute_loss(*arguments)
             factor = (labels != IGNORED_LABEL).sum() * self.args.world_size / num_items_in_batch if weight else 0.0
-        loss = (found[0] if return_outputs else found).nan_to_num() * factor
+        mean = found[0] if return_outputs else found
+        counts_nothing = torch.as_tensor(factor == 0, device=mean.device)  # the mean of no labels is NaN
+        loss = torch.where(counts_nothing, torch.zeros_like(mean), mean * factor)
         return (loss, found[1]) if return_outputs else loss
 
     def training_step(self: Any, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
