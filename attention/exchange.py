@@ -158,9 +158,11 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
 
     Raises ExchangeError if a message fails or times out (on gloo), or is not from the neighbor.
     """
-    if not dist.is_initialized():
-        raise ArgumentError("torch.distributed is not initialized, so there is no group: call init_process_group first")
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    try:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    except ValueError as error:
+        text = "torch.distributed is not initialized, so there is no group: call init_process_group first"
+        raise ArgumentError(text) from error
     if ranks == 1:
         return
     after, before = (rank + 1) % ranks, (rank - 1) % ranks

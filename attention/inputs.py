@@ -41,9 +41,13 @@ class CheckedAttention:
             raise AttentionInputError(
                 "a document is split over ranks, but torch.distributed is not initialized: call init_process_group first"
             )
-        if dist.get_rank(group) != layout.rank:
+        try:
+            rank = dist.get_rank(group)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise AttentionInputError(f"group is {group!r}: must be a process group of torch.distributed, or None") from error
+        if rank != layout.rank:
             raise AttentionInputError(
-                f"the layout is for rank {layout.rank}, but this is rank {dist.get_rank(group)} of the group: "
+                f"the layout is for rank {layout.rank}, but this is rank {rank} of the group: "
                 "use plan.layout(micro_batch, dist.get_rank(group))"
             )
 

@@ -29,7 +29,6 @@ from longctx.planning.layout import CrossLayout, Layout
 
 RULES: dict[str, Rule] = {
     "layout": kind("plan.layout(micro_batch, rank), or a CrossLayout", Layout, CrossLayout),
-    "group": or_none(kind("a process group of torch.distributed", dist.ProcessGroup)),
     "mask": kind("a Mask of longctx.attention", Mask),
     "scale": or_none(real()),
     "softcap": real(least=0),
@@ -37,7 +36,6 @@ RULES: dict[str, Rule] = {
     "keep_kv": flag,
     "deterministic": flag,
     "ranks_per_node": or_none(whole(least=1)),
-    "across": or_none(kind("a process group of torch.distributed", dist.ProcessGroup)),
 }
 
 

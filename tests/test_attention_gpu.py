@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import attention_checks
 import attention_gpu
@@ -25,6 +26,8 @@ def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with mock.patch.dict(KERNELS):
         yield
+    if dist.is_initialized():  # by the script, whose process ends with it
+        dist.destroy_process_group()
 
 
 def run(patch: pytest.MonkeyPatch, out: Path, *options: str) -> None:

@@ -170,6 +170,7 @@ def test_what_is_refused_before_anything_is_measured(
     assert "did you mean batch.tokens_per_rank?" in refusal(capsys, "--batch.tokens_per_rnk=5")
     assert "none.yaml not found" in refusal(capsys, str(tmp_path / "none.yaml"))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     said = refusal(capsys, "--parallel.pipeline_parallel_size=2")
     assert "parallel.pipeline_parallel_size is 2, but profiles are measured without a pipeline, and scaled" in said
     assert not dist.is_initialized()

@@ -96,4 +96,4 @@ def test_others_run(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
 def test_places_that_cannot_be(variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, variables)
     with pytest.raises(UserError, match=words):
-        Launch.read()
+        Launch.to_join()

@@ -66,7 +66,8 @@ def test_a_call_of_a_trainer_of_sequences_waits_for_its_batch_alone(workers: Wor
     from tests.trainer_cases import prefer
 
     found = [each["waits"] for each in workers.run(prefer, 2, tmp_path, "DPO", True, {"watched": True, "lora": 0.05})]
-    assert set().union(*found) == {"cpu at <genexpr>", "cpu at values_of", "pageable copy by to at attempted"}
+    of_trl = {f"{read} at averaging" for read in ("__bool__", "index", "item")}  # TRL's metrics, within its training_step
+    assert set().union(*found) - of_trl == {"cpu at _on_host", "cpu at values_of", "pageable copy by to at attempted"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -146,7 +146,7 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def load_all(source: str) -> None:
-    pretrained.__wrapped__(source, (), "native", False).build().initialize(0)
+    pretrained(source, (), "native", False).build().initialize(0)
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:

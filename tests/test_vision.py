@@ -14,6 +14,7 @@ from longctx.data.store.prepare import prepare
 from longctx.errors import UserError
 from longctx.hf.lora import find_targets
 from longctx.hf.vision import VISION_FAMILIES, class_of, text_model, tower_blocks, tower_sizes
+from longctx.own_files import LIST
 from longctx.training.saved.export import how_to_load
 from tests import launched, pretrained_cases
 from tests.data_cases import learnt, made, whole, write_jsonl
@@ -167,7 +168,7 @@ def test_texts_are_fine_tuned_and_exported_with_the_processor(tmp_path: Path) ->
     assert main(["finetune", str(checkpoint), str(source), "--out", str(out), "--prepare-only", *options]) == 0
     printed, _ = launched.run("train", out / "finetune.yaml", "--train.steps=1", ranks=2)
     assert "load with transformers: AutoModelForImageTextToText.from_pretrained" in printed
-    assert {file.name for file in (out / "export").iterdir()} == {file.name for file in checkpoint.iterdir()}
+    assert {file.name for file in (out / "export").iterdir()} == {LIST, *(file.name for file in checkpoint.iterdir())}
     trained, before = built(out / "export").state_dict(), built(checkpoint).state_dict()
     changed = {name for name, weight in trained.items() if not torch.equal(weight, before[name])}
     assert changed and all("language_model" in name or "lm_head" in name for name in changed)

@@ -184,11 +184,16 @@ def attached(folder: Path, family: str, **changed: Any) -> Any:
 def test_pixels_that_are_not_those_of_the_tokens_are_refused(tmp_path: Path) -> None:
     more = dict(vision_cases.pixels("qwen2_vl", [(0, 0), (0, 1), (0, 2), (3, 0), (4, 0), (4, 0)]))
     fewer = dict(vision_cases.pixels("qwen2_vl", [(0, 0), (0, 1)]))
+    packed = torch.zeros(6, 90, dtype=torch.int64)
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("qwen2_vl", more, "more images or videos than its tokens need: do not cut documents"),
         ("qwen2_vl", fewer, "tokens of images or videos in row .* are not those of its pixels: do not cut documents"),
         ("gemma3", {"token_type_ids": None}, "returns no token_type_ids, by which Gemma3ForConditionalGeneration lets"),
-        ("llava", {"position_ids": torch.zeros(6, 90)}, "images or videos and packed rows: leave out packing"),
+        (
+            "llava",
+            {"position_ids": packed},
+            "images or videos and packed rows: leave out packing",
+        ),
         ("llava", {"pixel_values_videos": torch.zeros(1)}, "returns pixel_values_videos, which splitting documents would lose"),
     ]
     for family, changed, message in cases:

@@ -187,7 +187,7 @@ def _is_batch(value: Any) -> str:
     model=kind("a model of transformers, or a wrapper around it", torch.nn.Module),
     batch=_is_batch,
     target_tokens=or_none(whole(least=0)),
-    **only("group", "kernel", "keep_kv", "deterministic", "ranks_per_node", "across", of=RULES),
+    **only("kernel", "keep_kv", "deterministic", "ranks_per_node", of=RULES),
     blocks=or_none(kind("a mapping of documents to spans, see Mask", Mapping)),
     device=kind("a torch.device or its name", torch.device, str),
 )

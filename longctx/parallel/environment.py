@@ -38,11 +38,6 @@ class Launch:
                 f"the environment variable RANK is {self.rank}, but WORLD_SIZE is {self.world_size}, so there is no such rank: "
                 "set both, or start with torchrun"
             )
-        if self.world_size > 1 and "RANK" not in os.environ:
-            raise UserError(
-                f"the environment variable WORLD_SIZE is {self.world_size}, but RANK is not set, so that all processes would "
-                "be rank 0: set both, or start with torchrun"
-            )
 
     @classmethod
     def to_join(cls) -> "Launch":
@@ -53,7 +48,13 @@ class Launch:
         tasks = other_tasks()
         if tasks:
             raise UserError(tasks)
-        return cls.read()
+        launch = cls.read()
+        if launch.world_size > 1 and "RANK" not in os.environ:
+            raise UserError(
+                f"the environment variable WORLD_SIZE is {launch.world_size}, but RANK is not set, so that all processes would "
+                "be rank 0: set both, or start with torchrun"
+            )
+        return launch
 
 
 OTHER_LAUNCHERS = {

@@ -65,10 +65,11 @@ def rows_of(batch: Mapping[str, Any], vision: Any = None, masked: bool = False) 
         raise TrainerError("token_type_ids are not all 0, but documents have one segment: leave them out, or set them to 0")
     if missing := [name for name in OF_TOKENS if batch.get(name) is None]:
         raise TrainerError(f"the data collator returns no {' and no '.join(missing)}: return both for every document")
-    check_shapes(batch, [*OF_TOKENS, "attention_mask", "position_ids"])
-    ids, labels = (np.asarray(batch[name].cpu(), np.int32) for name in OF_TOKENS)
-    packing = (batch.get(name) for name in ("attention_mask", "position_ids"))
-    mask, positions = (None if field is None else field.cpu() for field in packing)
+    read = (*OF_TOKENS, "attention_mask", "position_ids")
+    on_host = {name: _on_host(batch.get(name)) for name in read}
+    check_shapes(on_host, read)
+    ids, labels = (np.asarray(on_host[name], np.int32) for name in OF_TOKENS)
+    mask, positions = on_host["attention_mask"], on_host["position_ids"]
     if positions is None and (packed := [name for name in ("cu_seq_lens_q", "seq_idx") if batch.get(name) is not None]):
         raise TrainerError(f"the data collator returns {packed[0]}, but no position_ids, by which rows are cut: return these")
     if mask is not None and positions is None:
@@ -185,6 +186,11 @@ def _documents_in(example: Any) -> int:
         return len(example.get("seq_lengths", [0]))
     packed = isinstance(example, list | tuple) and all(isinstance(each, Mapping) for each in example)
     return len(example) if packed else 1
+
+
+def _on_host(field: Any) -> Any:
+    """Returns a field of a batch, copied to the host if it is a tensor: checks that read a GPU would wait for it each."""
+    return field.cpu() if isinstance(field, torch.Tensor) else field
 
 
 def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

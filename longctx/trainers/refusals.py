@@ -186,7 +186,7 @@ def _model_problems(traits: Traits) -> Iterator[str]:
         yield f"{head} has a head that is not for tokens: use transformers.Trainer, and no encoder-decoder or reader of images"
     if head.endswith("ForQuestionAnswering") and not hasattr(model, ANSWERS):
         yield f"{head} has no layer {ANSWERS}, by which answers in padding are hidden: use another family's model"
-    if model.base_model is model and not traits.has_own_loss:
+    if model.base_model is model and not traits.has_own_loss and not traits.pairs:
         yield f"{head} has no head, and so no loss: use a model with one, such as those for causal language models"
     if traits.of_trl and traits.pairs:
         yield f"{traits.of_trl} makes batches without sources, but the model is an encoder-decoder: use Seq2SeqTrainer"
