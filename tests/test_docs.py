@@ -315,7 +315,7 @@ def test_the_pages_are_short() -> None:
     generated = re.compile(r"<!-- ([\w :-]+) -->.*?<!-- end of [\w ]+ -->", re.DOTALL)
     written = [page for page in PAGES if page.name not in ("settings.md", "families.md", "encoders.md", "names.md")]
     words = {name_of(page): len(generated.sub("", page.read_text("utf-8")).split()) for page in written}
-    assert sum(words.values()) <= 26_000, sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= 26_300, sorted(words.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.slow
