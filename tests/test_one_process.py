@@ -72,7 +72,7 @@ ERRORS: dict[str, tuple[BaseException, int | None]] = {
 """Errors after the processes have joined, and the exit status; None: the error is raised."""
 
 
-@pytest.mark.parametrize("where", ["step", "save"])
+@pytest.mark.parametrize("where", ["step", pytest.param("save", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("a peer is gone", "interrupted"), ERRORS))
 def test_a_run_after_one_that_failed(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
@@ -92,6 +92,7 @@ def test_a_run_after_one_that_failed(
     check()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_finite_leaves_nothing(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     check = nothing_is_left(surroundings)
     diverging = settings_of(store, tmp_path / "run", "optimizer.learning_rate=1e30", "train.steps=8")
@@ -130,6 +131,7 @@ def test_a_group_of_somebody_else_is_refused_and_kept(store: Path, tmp_path: Pat
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_run_in_a_thread(store: Path, tmp_path: Path) -> None:
     """Python lets only the main thread handle signals."""
     statuses: list[int] = []
