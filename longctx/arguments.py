@@ -1,7 +1,7 @@
 """Arguments: what callers give to the public functions is checked once, at the door, by a rule for each argument.
 
-    @checked(PlanError, ranks=whole(least=1), mode=one_of("auto", "static"))
-    def make_plan(lengths, *, ranks, mode="auto"): ...
+    @checked(PlanError, ranks=whole(least=1), degree=or_none(whole(least=1)))
+    def make_plan(lengths, *, ranks, degree=None): ...
 
 A rule returns what a value must be, if it is not. So no caller meets an AttributeError or a ZeroDivisionError from inside, and
 nothing is cast in silence: True is no number, 1.5 is no number of tokens, and 0.5 is no token.
@@ -76,14 +76,14 @@ def said(value: Any) -> str:
 
 def is_whole(value: Any, least: int | None = None, most: int | None = None) -> bool:
     """Returns whether a value is a whole number in a range. A bool is none, though Python takes it for one."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and (least is None or value >= least) and (most is None or value <= most)
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_integer and (least is None or value >= least) and (most is None or value <= most)
 
 
 def is_number(value: Any) -> bool:
     """Returns whether a value is a finite real number. A bool is none."""
-    real = isinstance(value, numbers.Real | np.number) and not isinstance(value, bool | np.bool_)
-    return real and math.isfinite(value)
+    is_real = isinstance(value, numbers.Real | np.number) and not isinstance(value, bool | np.bool_)
+    return is_real and math.isfinite(value)
 
 
 def whole(least: int, most: int | None = None) -> Rule:
@@ -91,11 +91,11 @@ def whole(least: int, most: int | None = None) -> Rule:
     return lambda value: "" if is_whole(value, least, most) else f"must be a whole number {span}"
 
 
-def real(least: float | None = None, *, positive: bool = False) -> Rule:
-    span = " > 0" if positive else "" if least is None else f" ≥ {least:g}"
+def real(least: float | None = None) -> Rule:
+    span = "" if least is None else f" ≥ {least:g}"
 
     def rule(value: Any) -> str:
-        fits = is_number(value) and (least is None or value >= least) and (not positive or value > 0)
+        fits = is_number(value) and (least is None or value >= least)
         return "" if fits else f"must be a finite number{span}"
 
     return rule
@@ -104,10 +104,6 @@ def real(least: float | None = None, *, positive: bool = False) -> Rule:
 def flag(value: Any) -> str:
     """The rule of an argument that is true or false."""
     return "" if isinstance(value, bool | np.bool_) else "must be True or False"
-
-
-def one_of(*names: str) -> Rule:
-    return lambda value: "" if isinstance(value, str) and value in names else f"must be one of {', '.join(names)}"
 
 
 def kind(what: str, *kinds: type) -> Rule:

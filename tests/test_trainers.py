@@ -1022,11 +1022,11 @@ def test_models_without_tokens_or_a_loss_are_refused(tmp_path: Path, make: Calla
     ("name", "value", "message"),
     [
         ("tokens_per_rank", 0, "tokens_per_rank is 0: must be a whole number"),
-        ("profile", {}, r"profile is \{\}: give a HardwareProfile"),
-        ("profile", "", "profile is '': give a HardwareProfile"),
-        ("profile", 3, "profile is 3: give a HardwareProfile"),
-        ("merge_prefixes", "no", "merge_prefixes is 'no': give True or False"),
-        ("own_loss_is_a_token_sum", 1, "own_loss_is_a_token_sum is 1: give True or False"),
+        ("profile", {}, r"profile is \{\}: must be a HardwareProfile"),
+        ("profile", "", "profile is '': must be a HardwareProfile"),
+        ("profile", 3, "profile is 3: must be a HardwareProfile"),
+        ("merge_prefixes", "no", "merge_prefixes is 'no': must be True or False"),
+        ("own_loss_is_a_token_sum", 1, "own_loss_is_a_token_sum is 1: must be True or False"),
     ],
 )
 def test_arguments_that_would_be_taken_for_others_are_refused(tmp_path: Path, name: str, value: Any, message: str) -> None:

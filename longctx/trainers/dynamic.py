@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longctx.arguments import check_arguments
 from longctx.attention import warm_up
 from longctx.hf.exactness import replaced
 from longctx.parallel.device import ALLOCATOR_SETTINGS, is_prepared
@@ -29,7 +30,7 @@ from longctx.trainers.kinds import Traits, inner_model
 from longctx.trainers.noise import Noise
 from longctx.trainers.pairs import WatchingTargets, sharded_with_head
 from longctx.trainers.prepared import prepared, replaced_method
-from longctx.trainers.refusals import ANSWERS, check_arguments, check_trainer, notes_on_data, refuse
+from longctx.trainers.refusals import ANSWERS, RULES, TrainerError, check_trainer, notes_on_data, refuse
 from longctx.trainers.router_loss import RouterLoss, without_router_loss
 from longctx.trainers.step import Sharing
 from longctx.trainers.whole_outputs import PlannedBase, WholeOutputs, check_head, without_pooler
@@ -77,7 +78,7 @@ def dynamic_context_parallel(
     given |= {"merge_prefixes": merge_prefixes, "own_loss_is_a_token_sum": own_loss_is_a_token_sum}
     check_same(args.world_size, **given)
     with agreeing_on_errors(args.world_size):
-        check_arguments(**given)
+        check_arguments(TrainerError, RULES, given)
         traits = Traits(trainer, own_loss_is_a_token_sum)
         refuse(traits, REPLACED)
         least = 1 if tokens_per_rank is None else tokens_per_rank

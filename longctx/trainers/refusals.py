@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from pyarrow import compute
 
+from longctx.arguments import Rule, flag, or_none
 from longctx.errors import UserError
 from longctx.hf.attention import configs_of_parts
 from longctx.hf.exactness import evaluating
@@ -64,16 +65,18 @@ def check_trainer(trainer: Any, needed: Sequence[str]) -> None:
         )
 
 
-def check_arguments(**given: Any) -> None:
-    """Raises TrainerError for arguments of `dynamic_context_parallel` of another type, which would be taken for others."""
-    kinds: dict[str, tuple[Any, str]] = {
-        "profile": ((HardwareProfile, str, Path, type(None)), "a HardwareProfile, its name or file, or None"),
-        "merge_prefixes": (bool, "True or False"),
-        "own_loss_is_a_token_sum": (bool, "True or False"),
-    }
-    for name, (kind, wanted) in kinds.items():
-        if not isinstance(given[name], kind) or given[name] == "":
-            raise TrainerError(f"{name} is {given[name]!r}: give {wanted}")
+def _is_profile(value: Any) -> str:
+    """The rule of a hardware profile, or of its name or file."""
+    is_one = isinstance(value, HardwareProfile | str | Path) and value != ""
+    return "" if is_one else "must be a HardwareProfile, its name or file"
+
+
+RULES: dict[str, Rule] = {
+    "profile": or_none(_is_profile),
+    "merge_prefixes": flag,
+    "own_loss_is_a_token_sum": flag,
+}
+"""Rules of the arguments of `dynamic_context_parallel` that `check_settings` does not check."""
 
 
 def refuse(traits: Traits, replaced: Sequence[str]) -> None:
