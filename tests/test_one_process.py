@@ -39,20 +39,23 @@ def losses_of(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def nothing_is_left(before: Callable[[], Any]) -> Callable[[], None]:
-    """Returns a check that groups, threads and handlers are as they are now."""
-    known = before()
+def nothing_is_left() -> Callable[[], None]:
+    """Returns a check that no group and no new thread is left, and that handlers of signals are as they are now.
+
+    Threads of tests before this one may end in the meantime.
+    """
+    threads, handlers = set(threading.enumerate()), handlers_now()
 
     def check() -> None:
         assert not dist.is_initialized()
-        assert before() == known
+        assert set(threading.enumerate()) <= threads
+        assert handlers_now() == handlers
 
     return check
 
 
-def surroundings() -> tuple[list[str], list[Any]]:
-    threads = sorted(thread.name for thread in threading.enumerate())
-    return threads, [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+def handlers_now() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -78,7 +81,7 @@ def test_a_run_after_one_that_failed(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
     error, status = ERRORS[name]
-    check = nothing_is_left(surroundings)
+    check = nothing_is_left()
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, where, failing(error))
         config = load(None, settings_of(store, tmp_path / "failed"))
@@ -94,7 +97,7 @@ def test_a_run_after_one_that_failed(
 
 @pytest.mark.slow
 def test_a_run_that_is_not_finite_leaves_nothing(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    check = nothing_is_left(surroundings)
+    check = nothing_is_left()
     diverging = settings_of(store, tmp_path / "run", "optimizer.learning_rate=1e30", "train.steps=8")
     assert longctx.train(load(None, [*diverging, "optimizer.warmup_steps=0"])) == 2
     assert "gradient norm is nan" in capfd.readouterr().err
@@ -103,7 +106,7 @@ def test_a_run_that_is_not_finite_leaves_nothing(store: Path, tmp_path: Path, ca
 
 def test_runs_evaluations_and_exports_one_after_the_other(store: Path, tmp_path: Path) -> None:
     """The second run is the first one again, bit by bit."""
-    check = nothing_is_left(surroundings)
+    check = nothing_is_left()
     runs = [tmp_path / name for name in ("one", "two")]
     for run in runs:
         assert longctx.train(load(None, settings_of(store, run))) == 0
